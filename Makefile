@@ -1,0 +1,50 @@
+# Every target first makes the virtual environment in .venv when it is missing or out of date.
+# An environment of your own: `make test PY=path/to/python` (nothing is installed into it).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+PYTHON3 ?= python3
+
+ifdef PY
+READY :=
+else
+PY := .venv/bin/python
+READY := .venv/.complete
+endif
+
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+.PHONY: help train test test-all lint bench mutants
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# .complete is written last: an install that was interrupted has none, and starts again from nothing. torch goes first,
+# by its exact version alone, so that pip never weighs other builds of it.
+.venv/.complete: pyproject.toml constraints.txt
+	@if [ ! -e $@ ]; then $(PYTHON3) -m venv --clear .venv; fi
+	@rm -f $@
+	.venv/bin/python -m pip install --disable-pip-version-check -q "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,dev]"
+	@touch $@
+
+train: $(READY)  ## supervised warm start, then GRPO on arithmetic, a few minutes on two cores
+	$(PY) -m rlloss train configs/grpo_arithmetic.py
+
+test: lint  ## lint, types, tests
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: lint  ## the same with the slow and the GPU tests
+	$(PYTEST)
+
+lint: $(READY)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: $(READY)  ## time and memory of the modes
+	$(PY) -m rlloss bench
+
+mutants: $(READY)  ## break the formulas one by one; every break must turn a test red
+	$(PY) -m tests.mutants
