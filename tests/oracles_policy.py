@@ -5,6 +5,7 @@ Each function takes a `Tokens` record of one sequence and returns the loss of ev
 `low` and `high` are offsets from 1. The two covariance losses look at a whole step: they take its tokens as one
 sequence.
 """
+
 from __future__ import annotations
 
 import math

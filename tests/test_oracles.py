@@ -6,9 +6,10 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
+
 import oracles
 import oracles_policy as policy
-import pytest
 from oracles_policy import Tokens
 
 STEP = 1e-6
