@@ -1,0 +1,67 @@
+"""The only module that runs collectives.
+
+Without an initialised process group every function is the identity, so single-process code pays nothing.
+A collective never writes into the tensor it was given.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def is_initialized() -> bool:
+    """Tells whether torch.distributed has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size(group: Group = None) -> int:
+    """Returns the number of ranks in the group, 1 without torch.distributed."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def rank(group: Group = None) -> int:
+    """Returns this rank's number in the group, 0 without torch.distributed."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def all_reduce_sum(values: Tensor, group: Group = None) -> Tensor:
+    """Returns the sum over ranks, without a graph."""
+    return _all_reduce(values, dist.ReduceOp.SUM, group)
+
+
+def all_reduce_max(values: Tensor, group: Group = None) -> Tensor:
+    """Returns the maximum over ranks, without a graph."""
+    return _all_reduce(values, dist.ReduceOp.MAX, group)
+
+
+def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: Group) -> Tensor:
+    if world_size(group) == 1:
+        return values.detach()
+    reduced = values.detach().clone()
+    dist.all_reduce(reduced, op=operation, group=group)
+    return reduced
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks whose gradient is the sum of the gradients over ranks."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return all_reduce_sum(values, group)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None  # type: ignore[attr-defined]
+
+
+def differentiable_sum(values: Tensor, group: Group) -> Tensor:
+    """Returns the sum over the ranks of `group`, with a graph; one collective each way.
+
+    `group=None` means: no ranks to sum over (not: the default group).
+    """
+    if group is None or world_size(group) == 1:
+        return values
+    return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return]

@@ -1,0 +1,38 @@
+"""Every error that rlloss raises on purpose.
+
+To add one: derive from `RLLossError` and from the built-in class it refines, so that code which catches
+the built-in keeps working. A message says what was given, what was expected, and the way out.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RLLossError(Exception):
+    """Base of all errors raised by rlloss."""
+
+
+class ConfigError(RLLossError, ValueError):
+    """A config field, or a combination of fields, cannot work."""
+
+
+class BatchError(RLLossError, ValueError):
+    """A batch, or a tensor set on a context later, does not fit the loss."""
+
+
+class UnknownNameError(RLLossError, ValueError):
+    """A name is not registered; the message offers the nearest one."""
+
+
+class NotCalibratedError(RLLossError, RuntimeError):
+    """`forward` was called before `build_batches` computed the token weights."""
+
+
+class BackendUnavailableError(RLLossError, ImportError):
+    """An optional package, or a device it needs, is missing."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'x'?" for the known name closest to `name`, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,166 @@
+"""Chunk mode: loss and gradients in one forward pass, without ever holding more logits than one chunk.
+
+`backward` only multiplies by the upstream gradient. The mathematics is in `softmax.py`, the walk over chunks in
+`sweep.py`; here are the two autograd functions around them.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from rlloss.heads.inputs import HeadInputs, HeadOptions, Objective, TokenStats
+from rlloss.heads.sweep import Sweep
+from rlloss.metrics import Metric, merge
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class _Call:
+    """Everything of a call that is no differentiable tensor, and the metrics that come back."""
+
+    inputs: HeadInputs
+    options: HeadOptions
+    objective: Objective | None
+    grad_enabled: bool
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+def chunk_loss(inputs: HeadInputs, options: HeadOptions, objective: Objective) -> tuple[Tensor, dict[str, Metric]]:
+    """Evaluates a loss, and its gradients where they are wanted, chunk by chunk.
+
+    Returns:
+        A 0-dim loss, float32 or float64, and the merged metrics.
+    """
+    call = _Call(inputs, options, objective, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedLoss.apply(inputs.hidden, inputs.weight, inputs.bias, call)
+    return loss, call.metrics
+
+
+def chunk_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
+    """Computes log-probs (and entropies); backward projects the chunks a second time."""
+    call = _Call(inputs, options, None, torch.is_grad_enabled())
+    log_prob, entropy = _ChunkedLogProbs.apply(inputs.hidden, inputs.weight, inputs.bias, call)
+    kept = None if options.entropy == "none" else entropy
+    return TokenStats(log_prob, kept, inputs.layout.segments, inputs.labels)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        wanted = _wanted(ctx, call)
+        sweep = Sweep(call.inputs, call.options, wanted)
+        assert call.objective is not None
+        run = _additive if call.objective.additive else _joint
+        loss = run(sweep, call, call.objective)
+        ctx.save_for_backward(*(gradient for gradient in sweep.gradients() if gradient is not None))
+        ctx.wanted = wanted  # type: ignore[attr-defined]
+        ctx.dtypes = tuple(None if part is None else part.dtype for part in (hidden, weight, bias))  # type: ignore[attr-defined]
+        return loss
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        saved = iter(ctx.saved_tensors)  # type: ignore[attr-defined]
+        scaled = [
+            (next(saved) * grads[0]).to(dtype) if wanted else None
+            for wanted, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)  # type: ignore[attr-defined]
+        ]
+        return *scaled, None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        log_prob, entropy = Sweep(call.inputs, call.options, (False, False, False)).stats()
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.call = call  # type: ignore[attr-defined]
+        entropy = torch.empty_like(log_prob) if entropy is None else entropy
+        if call.options.entropy != "gradient":
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        call: _Call = ctx.call  # type: ignore[attr-defined]
+        wanted = _wanted(ctx, call)
+        sweep = Sweep(call.inputs, call.options, wanted)
+        sweep.second_pass(grads[0], grads[1] if call.options.entropy == "gradient" else None)
+        inputs = (call.inputs.hidden, call.inputs.weight, call.inputs.bias)
+        parts = zip(sweep.gradients(), inputs, strict=True)
+        return *(None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in parts), None
+
+
+def _wanted(ctx: FunctionCtx, call: _Call) -> tuple[bool, bool, bool]:
+    # needs_input_grad alone is True under no_grad as well.
+    hidden, weight, bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+    return call.grad_enabled and hidden, call.grad_enabled and weight, call.grad_enabled and bias
+
+
+def _additive(sweep: Sweep, call: _Call, objective: Objective) -> Tensor:
+    """One sweep: the loss is a sum over tokens, so each chunk is evaluated and differentiated at once."""
+    losses, metrics = [], []
+    for start, stop in sweep.chunks(call.inputs.layout.num_tokens):
+        rows = sweep.forward(slice(start, stop))
+        stats = TokenStats(
+            rows.log_prob,
+            rows.entropy,
+            call.inputs.layout.segments.rows(start, stop),
+            call.inputs.labels[start:stop],
+        )
+        loss, grad_log_prob, grad_entropy, found = _differentiate(stats, slice(start, stop), sweep, objective)
+        if grad_log_prob is not None:
+            sweep.backward(slice(start, stop), rows, grad_log_prob, grad_entropy)
+        losses.append(loss)
+        metrics.append(found)
+    call.metrics.update(merge(metrics))
+    return torch.stack(losses).sum()
+
+
+def _joint(sweep: Sweep, call: _Call, objective: Objective) -> Tensor:
+    """Two sweeps: log-probs of all tokens, one evaluation, and gradients of the rows that have one."""
+    log_prob, entropy = sweep.stats()
+    stats = TokenStats(log_prob, entropy, call.inputs.layout.segments, call.inputs.labels)
+    everything = slice(0, call.inputs.layout.num_tokens)
+    loss, grad_log_prob, grad_entropy, metrics = _differentiate(stats, everything, sweep, objective)
+    if grad_log_prob is not None:
+        sweep.second_pass(grad_log_prob, grad_entropy)
+    call.metrics.update(metrics)
+    return loss
+
+
+def _differentiate(
+    stats: TokenStats, rows: slice, sweep: Sweep, objective: Objective
+) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Metric]]:
+    """Evaluates the loss on log-probs as leaves: value, `dL/dlog_prob`, `dL/dentropy`, metrics."""
+    if not sweep.wants_gradients:
+        loss, metrics = objective.fn(stats, rows)
+        return loss.detach(), None, None, metrics
+    with torch.enable_grad():
+        log_prob = stats.log_prob.detach().requires_grad_()
+        entropy = stats.entropy
+        leaves = [log_prob]
+        if entropy is not None and sweep.options.entropy == "gradient":
+            entropy = entropy.detach().requires_grad_()
+            leaves.append(entropy)
+        loss, metrics = objective.fn(stats._replace(log_prob=log_prob, entropy=entropy), rows)
+        found: list[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    gradients = [
+        torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(found, leaves, strict=True)
+    ]
+    return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None, metrics
+
+
+def refuse_double_backward() -> None:
+    """Raises when a graph of the gradients is asked for, which would otherwise vanish silently."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "mode='chunk' cannot differentiate its gradients (create_graph=True). Use mode='eager' for that."
+        )

@@ -1,0 +1,83 @@
+"""Liger mode: log-probs through liger_kernel's tiled head, then the same losses as in the other modes."""
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import BackendUnavailableError, ConfigError
+from rlloss.heads.inputs import HeadInputs, HeadOptions, TokenStats
+
+
+def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
+    """Computes log-probs of the tokens that count, tile by tile, with liger_kernel.
+
+    The result is float32 whatever comes in, with a graph that recomputes the tiles in backward.
+
+    Raises:
+        BackendUnavailableError: liger_kernel is not installed.
+        ConfigError: An option that this mode does not have.
+    """
+    temperature = inputs.temperature
+    if isinstance(temperature, Tensor):
+        raise ConfigError(
+            "mode='liger' takes one temperature for the whole batch, but the batch holds a temperature for each token. "
+            "Use mode='chunk'."
+        )
+    hidden = inputs.layout.take(inputs.hidden)
+    if hidden.shape[0] == 0:
+        # liger_kernel has no tile to run: an empty product keeps the graph.
+        log_prob = (hidden @ inputs.weight.T).sum(dim=-1).float()
+        if inputs.bias is not None:
+            log_prob = log_prob + inputs.bias.sum().float() * 0.0
+    else:
+        log_prob = _RefuseDoubleBackward.apply(
+            _kernel().chunk_forward(
+                hidden[None], inputs.weight, inputs.labels[None], bias=inputs.bias, temperature=float(temperature)
+            )
+        )
+    return TokenStats(log_prob.reshape(-1), None, inputs.layout.segments, inputs.labels)
+
+
+def liger_cross_entropy(inputs: HeadInputs) -> Tensor:
+    """Sums the cross-entropy of the tokens that count with liger_kernel's Triton kernel.
+
+    Raises:
+        BackendUnavailableError: liger_kernel or Triton is not installed.
+    """
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        raise _unavailable(error) from error
+    kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+    hidden = inputs.layout.take(inputs.hidden)
+    return kernel(inputs.weight, hidden, inputs.labels, inputs.bias)  # type: ignore[no-any-return]
+
+
+def _kernel() -> type:
+    try:
+        from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+    except ImportError as error:
+        raise _unavailable(error) from error
+    return LigerFusedLinearPPOBase  # type: ignore[no-any-return]
+
+
+def _unavailable(error: ImportError) -> BackendUnavailableError:
+    return BackendUnavailableError(
+        f"mode='liger' needs liger_kernel, which could not be imported ({error}). "
+        f"Install it with `pip install 'liger-kernel>=0.8.5,<0.9'`, or use mode='chunk'."
+    )
+
+
+class _RefuseDoubleBackward(torch.autograd.Function):
+    """The identity, which raises when a graph of the gradients is asked for: the kernel would lose it silently."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "mode='liger' cannot differentiate its gradients (create_graph=True). Use mode='eager' for that."
+            )
+        return grads[0]

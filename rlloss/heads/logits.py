@@ -1,0 +1,56 @@
+"""From logits to log-probs and entropy with plain autograd, the readable reference."""
+
+import torch
+from torch import Tensor
+
+LOG_FLOOR = -1e4
+"""Logits this far below the maximum count as this far: `0 * -inf` never arises, and `exp` of it is 0 anyway."""
+
+
+def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Applies a model's own logit scale and final soft cap, differentiable."""
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
+def log_probs_of(logits: Tensor, labels: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns log-probs of the labels, and entropies.
+
+    `log_prob = q_y - log sum exp q` and `H = log sum exp q - sum p q` with `q = logits - max`, bounded below so that
+    words of probability 0 add nothing to value or gradient.
+
+    Args:
+        logits: `[N, V]`, float32 or float64.
+        labels: `[N]` int64 in `[0, V)`.
+        with_entropy: Whether the entropy is wanted.
+
+    Returns:
+        `[N]` and `[N]` or `None`, nats.
+    """
+    shifted = (logits - logits.detach().amax(dim=-1, keepdim=True)).clamp(min=LOG_FLOOR)
+    log_sum = torch.logsumexp(shifted, dim=-1)
+    log_prob = shifted.gather(-1, labels[:, None]).squeeze(-1) - log_sum
+    if not with_entropy:
+        return log_prob, None
+    return log_prob, log_sum - ((shifted - log_sum[:, None]).exp() * shifted).sum(dim=-1)
+
+
+def gather_logprobs(logits: Tensor, shifted_labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probs of labels out of whole logits.
+
+    Args:
+        logits: `[..., V]`, any floating dtype; 16-bit logits are taken to float32 first.
+        shifted_labels: `[...]` integers aligned with the logits; negative labels are ignored.
+        temperature: The logits are divided by it.
+
+    Returns:
+        `[...]`, nats, float32 or float64, differentiable; 0 where the label is negative.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    flat = logits.reshape(-1, logits.shape[-1]).to(dtype) / temperature
+    labels = shifted_labels.reshape(-1).long()
+    log_prob, _ = log_probs_of(flat, labels.clamp(min=0), with_entropy=False)
+    return torch.where(labels >= 0, log_prob, 0.0).reshape(shifted_labels.shape)

@@ -1,0 +1,199 @@
+"""From a user's batch mapping to kwargs: every check of a batch, and the one host read of `build`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlloss.errors import BatchError
+from rlloss.layout import spread_over_tokens
+from rlloss.losses.kwargs import BaseLossKwargs, Offsets, PerSequence, PerToken
+
+K = TypeVar("K", bound=BaseLossKwargs)
+
+
+def kwargs_of(cls: type[K], data: Mapping[str, Any], ignore_idx: int, sp_mesh: DeviceMesh | None) -> K:
+    """Reads the fields of a kwargs class out of a batch.
+
+    Args:
+        cls: The kwargs class; its annotations say what each field must look like.
+        data: The batch; it is only read.
+        ignore_idx: Label of tokens that do not count.
+        sp_mesh: Sequence-parallel mesh, or None.
+
+    Raises:
+        BatchError: A required key is missing, or a tensor does not fit.
+    """
+    present = {key: value for key, value in data.items() if value is not None}
+    _require(cls, present)
+    labels = _labels(present["shifted_labels"])
+    offsets = _offsets(present, labels)
+    fields: dict[str, Any] = {"shifted_labels": labels, "cu_seq_lens": offsets}
+    for name in cls.model_fields:
+        key = batch_key(cls, name)
+        if name not in fields and key in present:
+            fields[name] = _field(cls, name, present[key], labels, offsets)
+    if sp_mesh is not None and sp_mesh.size() > 1:
+        raise BatchError(
+            f"build got a sequence-parallel mesh of {sp_mesh.size()} ranks, which this version does not split over. "
+            f"Give sp_mesh=None and the whole sequences on each rank."
+        )
+    return cls(**fields)
+
+
+def batch_key(cls: type[BaseLossKwargs], name: str) -> str:
+    """Returns the key under which a batch holds a field."""
+    role = cls.role(name)
+    return role.key if isinstance(role, PerToken) and role.key else name
+
+
+def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
+    """Checks a per-token tensor that was set after `build`.
+
+    Raises:
+        BatchError: Its shape is not that of the labels.
+    """
+    value = getattr(loss_kwargs, name)
+    if isinstance(value, Tensor) and value.shape[:2] != loss_kwargs.shifted_labels.shape:
+        raise BatchError(
+            f"{name} has shape {tuple(value.shape)}, expected {tuple(loss_kwargs.shifted_labels.shape)}, the shape of "
+            f"shifted_labels."
+        )
+
+
+@dataclass(frozen=True)
+class LabelFacts:
+    """What the host knows of a tensor of labels.
+
+    Attributes:
+        lowest: Smallest label that is not ignored.
+        highest: Largest one.
+        count: Number of labels that are not ignored.
+    """
+
+    lowest: int
+    highest: int
+    count: int
+
+
+def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None) -> LabelFacts:
+    """Reads range and count of the labels, and checks the offsets, in one host synchronisation.
+
+    Raises:
+        BatchError: A label is negative and not ignored, or the offsets do not describe the row.
+    """
+    counted = labels != ignore_idx
+    big = torch.iinfo(torch.int64).max
+    wide = labels.long()
+    facts = [
+        torch.where(counted, wide, big).amin() if labels.numel() else wide.new_tensor(big),
+        torch.where(counted, wide, -big).amax() if labels.numel() else wide.new_tensor(-big),
+        counted.sum(),
+    ]
+    if cu_seq_lens is not None:
+        steps = cu_seq_lens[1:] - cu_seq_lens[:-1]
+        beyond = torch.arange(labels.shape[1], device=labels.device) >= cu_seq_lens[-1]
+        facts += [cu_seq_lens[0], steps.amin(), cu_seq_lens[-1], (counted[0] & beyond).sum()]
+    lowest, highest, count, *offsets = (int(fact) for fact in torch.stack([fact.long() for fact in facts]).tolist())
+    if offsets:
+        _check_offsets(offsets, labels.shape[1])
+    if count and lowest < 0:
+        raise BatchError(
+            f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. Set ignore_idx to the "
+            f"value that marks ignored tokens, or replace the label."
+        )
+    return LabelFacts(lowest, highest, count)
+
+
+def _check_offsets(offsets: list[int], length: int) -> None:
+    first, shortest, last, beyond = offsets
+    if first != 0 or shortest < 0 or last > length:
+        raise BatchError(
+            f"cu_seq_lens starts at {first}, ends at {last} and has a smallest step of {shortest}; expected offsets that "
+            f"start at 0, never fall, and end at most at T={length}."
+        )
+    if beyond:
+        raise BatchError(
+            f"{beyond} tokens that count lie beyond the end of the last packed sequence ({last} of T={length}). Extend "
+            f"cu_seq_lens, or ignore these labels."
+        )
+
+
+def _require(cls: type[BaseLossKwargs], present: Mapping[str, Any]) -> None:
+    required = [batch_key(cls, name) for name, field in cls.model_fields.items() if field.is_required()]
+    missing = [key for key in required if key not in present]
+    if missing:
+        raise BatchError(
+            f"the batch lacks {', '.join(map(repr, missing))}; it has {', '.join(map(repr, present)) or 'nothing'}. "
+            f"{cls.__name__} requires {', '.join(map(repr, required))}."
+        )
+
+
+def _labels(labels: Any) -> Tensor:
+    if not isinstance(labels, Tensor) or labels.ndim != 2:
+        given = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise BatchError(f"shifted_labels is {given}, expected an integer tensor [B, T] (packed: [1, T]).")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise BatchError(f"shifted_labels has dtype {labels.dtype}, expected an integer type.")
+    return labels
+
+
+def _offsets(present: Mapping[str, Any], labels: Tensor) -> Tensor | None:
+    offsets = present.get("cu_seq_lens")
+    if offsets is None and "num_tokens" in present:
+        counts = torch.as_tensor(present["num_tokens"], device=labels.device).reshape(-1)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if offsets is None:
+        return None
+    offsets = torch.as_tensor(offsets, device=labels.device).reshape(-1).to(torch.int32)
+    if offsets.shape[0] < 2:
+        raise BatchError(f"cu_seq_lens has {offsets.shape[0]} entries, expected at least 2: the start 0 and an end.")
+    if labels.shape[0] != 1:
+        raise BatchError(
+            f"cu_seq_lens or num_tokens goes with one packed row [1, T], but shifted_labels has shape "
+            f"{tuple(labels.shape)}. Drop it for padded rows, or pack the rows."
+        )
+    return offsets
+
+
+def _field(cls: type[BaseLossKwargs], name: str, value: Any, labels: Tensor, offsets: Tensor | None) -> Any:
+    role = cls.role(name)
+    if not isinstance(value, Tensor):
+        if isinstance(role, (PerToken, PerSequence)):
+            raise BatchError(f"{batch_key(cls, name)} is a {type(value).__name__}, expected a tensor.")
+        return value
+    if isinstance(role, Offsets):
+        return value
+    if value.device != labels.device:
+        raise BatchError(
+            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {labels.device}. Move the batch to one device."
+        )
+    value = value.detach()
+    sequences = labels.shape[0] if offsets is None else offsets.shape[0] - 1
+    if isinstance(role, PerSequence):
+        if tuple(value.shape) != (sequences,):
+            raise BatchError(
+                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({sequences},), one for each sequence."
+            )
+        return value
+    if not isinstance(role, PerToken):
+        return value
+    return _per_token(batch_key(cls, name), role, value, labels, offsets)
+
+
+def _per_token(key: str, role: PerToken, value: Tensor, labels: Tensor, offsets: Tensor | None) -> Tensor:
+    shape = (int(labels.shape[0]), int(labels.shape[1]))
+    sequences = shape[0] if offsets is None else int(offsets.shape[0]) - 1
+    if role.kind == "mask":
+        value = value != 0
+    elif not value.is_floating_point():
+        value = value.float()
+    if tuple(value.shape) == shape:
+        return value
+    if role.spread and tuple(value.shape) in ((sequences,), (sequences, 1)):
+        return spread_over_tokens(value.reshape(-1), shape, offsets)
+    options = f"{shape}" + (f" or ({sequences},), one for each sequence" if role.spread else "")
+    raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape}.")

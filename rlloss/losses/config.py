@@ -1,0 +1,163 @@
+"""Pydantic bases: a strict model whose errors name the nearest field, and the config of all losses."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlloss.errors import ConfigError, nearest
+from rlloss.heads import HeadOptions
+from rlloss.losses.kwargs import BaseLossKwargs
+from rlloss.losses.terms import LEVELS, Level, Term
+
+if TYPE_CHECKING:
+    from rlloss.losses.context import BaseLossContext
+
+
+class StrictModel(BaseModel):
+    """A pydantic model that refuses unknown fields and raises `ConfigError` with plain sentences."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from error
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    return "; ".join(_sentence(model, item) for item in error.errors())
+
+
+def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(model, item["loc"][:-1])
+        return f"{model.__name__}: unknown field {path!r}.{nearest(str(item['loc'][-1]), known)}"
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause) if str(cause).startswith(model.__name__) else f"{model.__name__}: {cause}"
+    if cause is not None:
+        return f"{model.__name__}: {cause}"
+    if item["type"] == "missing":
+        return f"{model.__name__}: field {path!r} is required"
+    return f"{model.__name__}: {path}={item['input']!r}: {item['msg']}"
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = None if field is None else field.annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+class BaseLossConfig(StrictModel):
+    """Fields that every loss has.
+
+    To declare a loss of your own: return your context and kwargs classes from `loss_ctx_cls` and `_loss_kwargs_cls`.
+    """
+
+    ignore_idx: int = -100
+    """Label of tokens that do not count."""
+    mode: Literal["eager", "chunk", "liger"] = "eager"
+    """How the head is evaluated: whole logits, chunk by chunk with gradients in forward, or by liger_kernel."""
+    chunk_size: int | None = Field(default=1024, ge=1)
+    """Tokens of one chunk in chunk mode; None chooses from the shape."""
+    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """The logits are divided by it; a `temperature` in the batch takes its place."""
+    logit_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """The logits are multiplied by it (a model that divides by s: give 1/s)."""
+    logit_softcap: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Final soft cap c of the logits, `c * tanh(logits / c)`."""
+    logits_dtype: Literal["auto", "float32"] = "auto"
+    """float32 forms the logits in float32 out of 16-bit inputs; auto rounds them as the model's own forward does."""
+    skip_zero_rows: bool = True
+    """Leave tokens whose gradient is exactly zero out of the backward products (one host read for each chunk)."""
+    entropy_metric: bool = False
+    """Report the mean entropy even when the loss does not need it."""
+    reduce_loss: bool = True
+    """Return the global loss from `forward` (one collective); False returns this rank's share, without one."""
+    grad_reduction: Literal["mean", "sum"] = "mean"
+    """What the wrapper does with gradients over ranks: DDP and FSDP average them."""
+    check_finite: bool = False
+    """Raise `BatchError` in `build_batches` when a number at a valid token is NaN (one host read)."""
+
+    _liger_refuses: ClassVar[tuple[str, ...]] = ("logit_softcap", "logit_scale", "entropy_metric")
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> "BaseLossConfig":
+        if self.mode == "liger":
+            for name in self._liger_refuses:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ConfigError(
+                        f"{type(self).__name__}: mode='liger' does not support {name}={getattr(self, name)!r}. "
+                        f"Use mode='chunk', or leave {name} at its default."
+                    )
+        return self
+
+    @property
+    def loss_ctx_cls(self) -> "type[BaseLossContext]":
+        """The context class that `build` returns."""
+        raise NotImplementedError(f"{type(self).__name__} must return its context class from loss_ctx_cls")
+
+    @property
+    def _loss_kwargs_cls(self) -> type[BaseLossKwargs]:
+        raise NotImplementedError(f"{type(self).__name__} must return its kwargs class from _loss_kwargs_cls")
+
+    def terms(self) -> tuple[Term, ...]:
+        """The list of terms that the loss is the sum of."""
+        return ()
+
+    def level(self) -> Level:
+        """The highest level among the terms: over tokens, sequences, or the whole step."""
+        return max((term.level for term in self.terms()), key=LEVELS.index, default="token")
+
+    def head_options(self) -> HeadOptions:
+        """What the head has to compute for this loss."""
+        entropy_gradient = any(term.needs_entropy for term in self.terms())
+        entropy = "gradient" if entropy_gradient else "value" if self.entropy_metric else "none"
+        return HeadOptions(
+            chunk_size=self.chunk_size,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+            float32_logits=self.logits_dtype == "float32",
+            entropy=entropy,  # type: ignore[arg-type]
+            skip_zero_rows=self.skip_zero_rows,
+        )
+
+    def build(self, data: Mapping[str, Any], sp_mesh: DeviceMesh | None = None) -> "BaseLossContext":
+        """Builds a context out of a batch; the mapping and its tensors are only read.
+
+        Args:
+            data: Batch, keys as the fields of the kwargs class; a value of None is an absent key. `shifted_labels`
+                `[B, T]` is always required; other tensors are aligned with it.
+            sp_mesh: Sequence-parallel mesh: tensors of the full length are split over it.
+
+        Returns:
+            The context, not calibrated yet: hand it to `build_batches`.
+
+        Raises:
+            BatchError: A key is missing, or a tensor does not fit.
+        """
+        from rlloss.losses.batch import kwargs_of
+
+        return self.loss_ctx_cls(self, kwargs_of(self._loss_kwargs_cls, data, self.ignore_idx, sp_mesh))
+
+    def empty(self, like: Mapping[str, Any]) -> "BaseLossContext":
+        """Builds the context of a rank without data: the batch `like` with every label ignored."""
+        import torch
+
+        data = dict(like)
+        data["shifted_labels"] = torch.full_like(data["shifted_labels"], self.ignore_idx)
+        return self.build(data)

@@ -1,0 +1,303 @@
+"""The context: a config and one micro-batch, which together can be calibrated and evaluated."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlloss.distributed import Group, all_reduce_sum, world_size
+from rlloss.errors import BatchError, ConfigError
+from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
+from rlloss.heads.per_chunk import evaluate_per_chunk
+from rlloss.layout import TokenLayout, token_layout
+from rlloss.losses.batch import LabelFacts, read_labels
+from rlloss.losses.kwargs import BaseLossKwargs
+from rlloss.losses.terms import Level, evaluate
+from rlloss.metrics import Metric, Sum
+
+if TYPE_CHECKING:
+    from rlloss.losses.calibration import Totals
+    from rlloss.losses.config import BaseLossConfig
+
+C = TypeVar("C", bound="BaseLossContext")
+
+
+class LossDetails(NamedTuple):
+    """Whole logits `[B, T, V]` in eager mode (else None), and metrics by name."""
+
+    logits: Tensor | None
+    extra: dict[str, Any]
+
+
+class LossOutput(NamedTuple):
+    """What `forward` returns; it unpacks as `loss, (logits, extra)`."""
+
+    loss: Tensor
+    details: LossDetails
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Whole logits in eager mode, else None."""
+        return self.details.logits
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Metrics by name."""
+        return self.details.extra
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Facts about the tensors they were read from; outdated as soon as one of these is another."""
+
+    labels: Tensor
+    keep_mask: Tensor | None
+    offsets: Tensor | None
+    version: int
+    facts: LabelFacts
+    layout: TokenLayout
+
+
+class BaseLossContext:
+    """A loss on one micro-batch. The order of calls is `build`, `build_batches`, `forward`, `backward`.
+
+    To write a loss of your own, override `token_loss` (runs in every mode) or `loss_fn` (sees logits; eager and chunk
+    mode), and `build_batches` if your weights are not covered by terms.
+
+    Args:
+        loss_cfg: The config.
+        loss_kwargs: The tensors of the micro-batch.
+    """
+
+    loss_cfg: "BaseLossConfig"
+    loss_kwargs: BaseLossKwargs
+    level: ClassVar[Level | None] = None
+    """Set to "sequence" when an overridden `token_loss` looks across tokens; None takes the config's level."""
+
+    def __init__(self, loss_cfg: Any, loss_kwargs: Any) -> None:
+        self.loss_cfg = loss_cfg
+        self.loss_kwargs = loss_kwargs
+        self._batch_size = 1
+        self._group: Group = None
+        self._world: int | None = None
+        self._dropped: Tensor | None = None
+        self._known: _Known | None = None
+
+    @staticmethod
+    def build_batches(
+        loss_ctx_list: list[C],
+        cu_seq_lens_list: Sequence[Tensor] | None = None,
+        sp_mesh: DeviceMesh | None = None,
+        group: Group = None,
+        totals: "Totals | None" = None,
+    ) -> list[C]:
+        """Computes the token weights of one optimiser step over all its micro-batches and ranks.
+
+        After it, the losses of the micro-batches add up to the loss of the whole step: nothing may be divided by the
+        number of micro-batches or ranks afterwards. It may be called again; weights are assigned anew.
+
+        Args:
+            loss_ctx_list: The contexts of every micro-batch of the step on this rank, at least one.
+            cu_seq_lens_list: Offsets of packed sequences, where the batches did not hold them.
+            sp_mesh: Sequence-parallel mesh.
+            group: Ranks that hold parts of the step; None is every rank.
+            totals: Counts that are known, and are taken instead of being counted.
+
+        Returns:
+            The same contexts.
+
+        Raises:
+            BatchError: The list is empty, or a batch lacks what its loss needs.
+        """
+        from rlloss.losses.calibration import calibrate
+
+        return calibrate(loss_ctx_list, cu_seq_lens_list, sp_mesh, group, totals)
+
+    def prepare(self) -> Tensor | None:
+        """Hook of `build_batches`: returns which tokens leave this step (`[B, T]` bool), or None, before anything is counted."""
+        return None
+
+    def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+        """Evaluates the loss on log-probs; the default sums the config's terms.
+
+        Args:
+            stats: Log-probs, entropies and labels of the N tokens that count, and their sequences.
+            loss_kwargs: The kwargs of the same tokens: per-token fields are `[N]`.
+
+        Returns:
+            A scalar, weighted by the weights in `loss_kwargs` and additive over tokens, and metrics.
+        """
+        return evaluate(self.loss_cfg.terms(), stats, loss_kwargs)
+
+    def loss_fn(
+        self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None, loss_kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, dict[str, Any]]]:
+        """Evaluates the loss of some kwargs from hidden states, with whole logits.
+
+        Override it to write a loss on logits; `loss_kwargs` holds one chunk of the tokens in chunk mode.
+
+        Returns:
+            `loss, (logits, extra)` of this rank, not reduced.
+        """
+        part = type(self)(self.loss_cfg, loss_kwargs)
+        output = run_head(
+            "eager",
+            part._inputs(hidden_states, head_weight, head_bias),
+            self.loss_cfg.head_options(),
+            part._objective(),
+        )
+        return output.loss, (output.logits, dict(output.metrics))
+
+    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
+        """Computes the loss of this micro-batch, its gradients, and its metrics.
+
+        Args:
+            hidden_states: `[B, T, H]`, entry t predicts `shifted_labels[:, t]`.
+            head_weight: `[V, H]`.
+            head_bias: `[V]` or None.
+
+        Returns:
+            The loss (0-dim, float32 or better), logits in eager mode, and metrics. The loss is this micro-batch's share
+            of the step, summed over ranks unless `reduce_loss=False`.
+
+        Raises:
+            NotCalibratedError: `build_batches` was not called.
+            BatchError: A tensor does not fit the batch.
+        """
+        if type(self).loss_fn is not BaseLossContext.loss_fn:
+            return self._forward_on_logits(hidden_states, head_weight, head_bias)
+        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
+        return self._finish(output.loss, output.logits, dict(output.metrics))
+
+    __call__ = forward
+
+    def forward_log_probs(self, log_probs: Tensor, entropy: Tensor | None = None) -> LossOutput:
+        """Computes the loss from log-probs that an engine already has.
+
+        Args:
+            log_probs: `[B, T]` of the labels, nats, with a graph; ignored positions may hold anything.
+            entropy: `[B, T]`, nats, where the loss needs it.
+        """
+        expected = tuple(self.loss_kwargs.shifted_labels.shape)
+        for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
+            if tensor is not None and tuple(tensor.shape) != expected:
+                raise BatchError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected {expected}, the shape of shifted_labels."
+                )
+        if entropy is None and self.loss_cfg.head_options().entropy == "gradient":
+            raise BatchError(
+                f"{type(self.loss_cfg).__name__} needs entropies: give entropy={expected} to forward_log_probs."
+            )
+        layout = self.layout
+        flat = self.loss_kwargs.take(layout)
+        wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+        taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
+        stats = TokenStats(layout.take(wide), taken, layout.segments, flat.shifted_labels.long())
+        loss, metrics = self.token_loss(stats, flat)
+        return self._finish(loss, None, dict(metrics))
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Where the tokens that count stand; read from the labels once."""
+        return self._read().layout
+
+    @property
+    def batch_size(self) -> int:
+        """Number of micro-batches that this one was calibrated with."""
+        return self._batch_size
+
+    @classmethod
+    def cat(cls: type[C], chunks: list[C]) -> C:
+        """Joins packed contexts along T; weights are kept, offsets shifted."""
+        if not chunks:
+            raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one context.")
+        kwargs = [chunk.loss_kwargs for chunk in chunks]
+        joined = copy.copy(chunks[0])
+        joined.loss_kwargs, joined._known = type(kwargs[0]).cat(kwargs), None
+        return joined
+
+    def _read(self) -> _Known:
+        kwargs, known = self.loss_kwargs, self._known
+        labels, keep, offsets = kwargs.shifted_labels, kwargs.keep_mask, kwargs.cu_seq_lens
+        version = 0 if labels.is_inference() else labels._version
+        same_labels = known is not None and known.labels is labels and known.version == version
+        if known is not None and same_labels and known.keep_mask is keep and known.offsets is offsets:
+            return known
+        ignore_idx = self.loss_cfg.ignore_idx
+        facts = known.facts if known is not None and same_labels and known.offsets is offsets else None
+        facts = facts or read_labels(labels, ignore_idx, offsets)
+        mask = labels != ignore_idx
+        count = facts.count
+        if keep is not None:
+            mask = mask & keep
+            count = int(mask.sum())
+        self._known = _Known(labels, keep, offsets, version, facts, token_layout(mask, offsets, count))
+        return self._known
+
+    def _inputs(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> HeadInputs:
+        layout, facts = self.layout, self._read().facts
+        if facts.count and head_weight.ndim == 2 and head_weight.shape[0] and facts.highest >= head_weight.shape[0]:
+            raise BatchError(
+                f"shifted_labels contains {facts.highest}, but head_weight has {head_weight.shape[0]} rows. Check the "
+                f"tokenizer, or mark the token with ignore_idx={self.loss_cfg.ignore_idx}."
+            )
+        given = self.loss_kwargs.temperature
+        temperature = self.loss_cfg.temperature if given is None else layout.take(given)
+        labels = layout.take(self.loss_kwargs.shifted_labels).long()
+        return HeadInputs(hidden_states, head_weight, head_bias, labels, temperature, layout)
+
+    def _objective(self) -> Objective:
+        flat = self.loss_kwargs.take(self.layout)
+        names = [name for name in flat.tensors() if self.loss_kwargs.is_per_token(name)]
+
+        def loss_of(stats: TokenStats, rows: slice) -> tuple[Tensor, dict[str, Metric]]:
+            return self.token_loss(stats, flat.rows(rows, names))
+
+        level = type(self).level or self.loss_cfg.level()
+        return Objective(loss_of, additive=level == "token")
+
+    def _forward_on_logits(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> LossOutput:
+        mode = self.loss_cfg.mode
+        if mode == "liger":
+            raise ConfigError(
+                f"{type(self).__name__} overrides loss_fn, which sees logits; mode='liger' never forms them. Use mode='chunk'."
+            )
+        if mode == "eager":
+            loss, (logits, extra) = self.loss_fn(hidden_states, head_weight, head_bias, self.loss_kwargs)
+            return self._finish(loss, logits, dict(extra))
+        size = self.loss_cfg.chunk_size or 1024
+        parts = self.loss_kwargs.chunk(size)
+        loss, extra = evaluate_per_chunk(self.loss_fn, (hidden_states, head_weight, head_bias), parts, size)
+        return self._finish(loss, None, extra)
+
+    def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
+        extra["loss"] = Sum(local.detach().double())
+        if self._dropped is not None:
+            extra["dropped_tokens"] = Sum(self._dropped)
+        return LossOutput(self._over_ranks(local), LossDetails(logits, extra))
+
+    def _over_ranks(self, local: Tensor) -> Tensor:
+        """The global value, with the graph of `world * local` for wrappers that average gradients."""
+        world = self._world if self._world is not None else world_size(self._group)
+        share = local * world if self.loss_cfg.grad_reduction == "mean" and world != 1 else local
+        if world == 1 or not self.loss_cfg.reduce_loss:
+            return share if self.loss_cfg.reduce_loss or world == 1 else local * world
+        total = all_reduce_sum(local, self._group)
+        return share + (total - share).detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is read from the labels is read again; a process group belongs to its process.
+        return {**self.__dict__, "_known": None, "_group": None}
+
+    def __deepcopy__(self: C, memo: dict[int, Any]) -> C:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__getstate__().items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        twin._group = self._group
+        return twin

@@ -1,0 +1,154 @@
+"""Everything a loss needs of a batch, in one record whose annotations say how each field travels."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from rlloss.errors import BatchError
+from rlloss.layout import TokenLayout
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A tensor `[B, T]` aligned with the labels.
+
+    Attributes:
+        pad: Value of positions that are added at the end.
+        kind: "number" (integers become float32), "mask" (any type becomes bool) or "label".
+        spread: Whether the batch may give one number for each sequence instead.
+        key: Its key in a batch, where that differs from the field's name.
+    """
+
+    pad: float = 0.0
+    kind: str = "number"
+    spread: bool = False
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class PerSequence:
+    """A tensor `[S]`, one number for each sequence."""
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Offsets `[S+1]` of packed sequences."""
+
+
+TokenTensor = Annotated[Tensor | None, PerToken()]
+SequenceTensor = Annotated[Tensor | None, PerSequence()]
+
+K = TypeVar("K", bound="BaseLossKwargs")
+
+
+class BaseLossKwargs(BaseModel):
+    """Tensors of one micro-batch. Fields may be assigned at any time; tensors are never written into.
+
+    Attributes:
+        shifted_labels: `[B, T]` integers; entry t is the label that `hidden_states[:, t]` predicts.
+        cu_seq_lens: `[S+1]` int32 offsets of packed sequences, or None: each row is one sequence.
+        temperature: `[B, T]`, or None: the config's.
+        keep_mask: `[B, T]` bool, tokens that calibration kept; None: all whose label is not ignored.
+        group_ids: `[S]` int64, the prompt of each sequence, dense over the whole step.
+        num_prompts: Number of prompts of the whole step.
+        loss_weight: `[B, T]`, the token weights of a loss with a single term.
+        global_grad_tokens: 0-dim, number of tokens that count in the whole step.
+    """
+
+    model_config = ConfigDict(title="loss keyword arguments", extra="forbid", arbitrary_types_allowed=True)
+
+    shifted_labels: Annotated[Tensor, PerToken(-100, kind="label")]
+    cu_seq_lens: Annotated[Tensor | None, Offsets()] = None
+    temperature: Annotated[Tensor | None, PerToken(1.0, spread=True)] = None
+    keep_mask: Annotated[Tensor | None, PerToken(kind="mask")] = None
+    group_ids: SequenceTensor = None
+    num_prompts: int | None = None
+    loss_weight: TokenTensor = None
+    global_grad_tokens: Tensor | None = None
+
+    @classmethod
+    def role(cls, name: str) -> object:
+        """Returns the annotation of a field that says how it travels, or None."""
+        roles = (PerToken, PerSequence, Offsets)
+        return next((note for note in cls.model_fields[name].metadata if isinstance(note, roles)), None)
+
+    def is_per_token(self, name: str) -> bool:
+        """Tells whether a field is one tensor `[B, T, ...]`: by its annotation, else by its shape."""
+        value = getattr(self, name)
+        if not isinstance(value, Tensor):
+            return False
+        role = self.role(name)
+        if role is not None:
+            return isinstance(role, PerToken)
+        return value.ndim >= 2 and value.shape[:2] == self.shifted_labels.shape[:2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the fields that hold a tensor."""
+        return {name: value for name, value in self if isinstance(value, Tensor)}
+
+    def with_tensors(self: K, changed: dict[str, Any]) -> K:
+        """Returns a copy with some fields replaced; the other tensors are shared."""
+        return self.model_copy(update=changed)
+
+    def to(self: K, device: torch.device | str) -> K:
+        """Returns a copy whose tensors are on `device`."""
+        return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
+
+    def take(self: K, layout: TokenLayout) -> K:
+        """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`."""
+        names = [name for name in self.tensors() if self.is_per_token(name)]
+        return self.with_tensors({name: layout.take(getattr(self, name)) for name in names})
+
+    def rows(self: K, part: slice, names: list[str]) -> K:
+        """Returns a copy of flat kwargs with a slice of the given per-token fields."""
+        return self.with_tensors({name: getattr(self, name)[part] for name in names})
+
+    def chunk(self: K, chunk_size: int) -> list[K]:
+        """Splits the per-token fields along T; every other field travels whole with each chunk."""
+        names = [name for name in self.tensors() if self.is_per_token(name)]
+        pieces = {name: getattr(self, name).split(chunk_size, dim=1) for name in names}
+        count = len(pieces["shifted_labels"])
+        return [self.with_tensors({name: pieces[name][i] for name in names}) for i in range(count)]
+
+    @classmethod
+    def cat(cls: type[K], chunks: list[K]) -> K:
+        """Joins packed rows along T; offsets are shifted, per-sequence fields joined, all else is the first's.
+
+        Raises:
+            BatchError: A field is set in some of the chunks only.
+        """
+        if not chunks:
+            raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one.")
+        changed = {name: _cat_field(cls, name, chunks) for name, _ in chunks[0]}
+        return chunks[0].with_tensors(changed)
+
+
+def _cat_field(cls: type[BaseLossKwargs], name: str, chunks: list[Any]) -> Any:
+    values = [getattr(chunk, name) for chunk in chunks]
+    missing = [value is None for value in values]
+    if isinstance(cls.role(name), Offsets) and not all(missing):
+        return _cat_offsets(chunks)
+    if any(missing) and not all(missing):
+        raise BatchError(
+            f"{cls.__name__}.cat: {name} is set in some of the chunks only. Set it in all of them, or in none."
+        )
+    if isinstance(cls.role(name), PerSequence) and not all(missing):
+        return torch.cat(values)
+    if all(chunk.is_per_token(name) for chunk in chunks):
+        return torch.cat(values, dim=1)
+    return values[0]
+
+
+def _cat_offsets(chunks: list[Any]) -> Tensor:
+    pieces, start = [], 0
+    for chunk in chunks:
+        length = int(chunk.shifted_labels.shape[1])
+        offsets = chunk.cu_seq_lens
+        if offsets is None:
+            offsets = torch.tensor([0, length], device=chunk.shifted_labels.device, dtype=torch.int32)
+        pieces.append(offsets[1:] + start)
+        start += length
+    return torch.cat([pieces[0].new_zeros(1), *pieces])

@@ -1,0 +1,63 @@
+"""Log-probs alone: old and reference log-probs by the same head, so that the first ratio is 1 to rounding."""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlloss.heads import token_stats
+from rlloss.losses.config import BaseLossConfig
+from rlloss.losses.context import BaseLossContext, LossDetails, LossOutput
+from rlloss.losses.kwargs import BaseLossKwargs
+
+
+class LogProbConfig(BaseLossConfig):
+    """Evaluates log-probs of labels; `entropy_metric=True` gives entropies as well.
+
+    `forward` returns the log-probs `[B, T]` in the place of the loss, 0 at ignored positions, with a graph where one is
+    wanted, and `extra["entropy"]` `[B, T]`. No calibration is needed.
+    """
+
+    @property
+    def loss_ctx_cls(self) -> type["LogProbContext"]:
+        """`LogProbContext`."""
+        return LogProbContext
+
+    @property
+    def _loss_kwargs_cls(self) -> type["LogProbKwargs"]:
+        return LogProbKwargs
+
+
+class LogProbKwargs(BaseLossKwargs):
+    """Labels, and how they are laid out."""
+
+
+class LogProbContext(BaseLossContext):
+    """Log-probs of one micro-batch."""
+
+    loss_cfg: LogProbConfig
+    loss_kwargs: LogProbKwargs
+
+    @staticmethod
+    def build_batches(loss_ctx_list: list[Any], *args: Any, **kwargs: Any) -> list[Any]:  # type: ignore[override]
+        """Returns the contexts: log-probs have no denominator."""
+        for context in loss_ctx_list:
+            context._batch_size = len(loss_ctx_list)
+        return loss_ctx_list
+
+    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
+        """Computes log-probs from hidden states.
+
+        Args:
+            hidden_states: `[B, T, H]`.
+            head_weight: `[V, H]`.
+            head_bias: `[V]` or None.
+
+        Returns:
+            Log-probs `[B, T]` (nats, float32 or better), logits in eager mode, and entropies `[B, T]` if asked for.
+        """
+        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        stats, logits = token_stats(self.loss_cfg.mode, inputs, self.loss_cfg.head_options())
+        extra = {} if stats.entropy is None else {"entropy": self.layout.put(stats.entropy)}
+        return LossOutput(self.layout.put(stats.log_prob), LossDetails(logits, extra))
+
+    __call__ = forward

@@ -1,0 +1,196 @@
+"""Policy losses by name: a function whose signature declares what it needs, and a typed config for it.
+
+    @register_policy_loss("mine", config=MyConfig)
+    def my_loss(log_prob, old_log_prob, advantages, policy_loss_cfg): ...
+
+Arguments are passed by name, so their order does not matter and two of them cannot be swapped by mistake.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rlloss.errors import ConfigError, UnknownNameError, nearest
+from rlloss.losses.config import StrictModel
+from rlloss.losses.terms import Level, Reduction
+from rlloss.metrics import Metric
+from rlloss.registry import Registry
+
+PolicyResult = Tensor | tuple[Tensor, dict[str, Metric]]
+PolicyFn = Callable[..., PolicyResult]
+F = TypeVar("F", bound=PolicyFn)
+
+ARGUMENTS = (
+    "log_prob",
+    "old_log_prob",
+    "ref_log_prob",
+    "rollout_log_prob",
+    "advantages",
+    "loss_weights",
+    "is_weights",
+    "mask",
+    "entropy",
+    "segments",
+    "policy_loss_cfg",
+)
+"""Everything that a policy loss may ask for; all tensors are `[N]`, the tokens that count."""
+
+
+class PolicyLossConfig(StrictModel):
+    """Base of the typed configs of policy losses; also answers `cfg["field"]` and `cfg.get("field")`."""
+
+    loss_type: str = "vanilla"
+    """Registered name, alias, or dotted import path of the policy loss."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in type(self).model_fields
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a field, or `default` when there is none of that name."""
+        return getattr(self, name) if name in type(self).model_fields else default
+
+    def keys(self) -> Iterator[str]:
+        """Returns the field names."""
+        return iter(type(self).model_fields)
+
+
+LevelOf = Level | Callable[[Any], Level]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered policy loss.
+
+    Attributes:
+        name: Canonical name.
+        fn: The function; it returns `[N]`, which is weighted for it, or a scalar that used `loss_weights`.
+        config: Its config model, or None: it gets the plain dict.
+        needs: Names of its arguments.
+        level_of: Level, or config -> level.
+        reduction: Reduction that its paper uses, where that is not `token`.
+    """
+
+    name: str
+    fn: PolicyFn
+    config: type[PolicyLossConfig] | None
+    needs: frozenset[str]
+    level_of: LevelOf
+    reduction: Reduction | None = None
+
+    def level(self, policy_loss_cfg: Any) -> Level:
+        """Returns the level under a given config."""
+        return self.level_of(policy_loss_cfg) if callable(self.level_of) else self.level_of
+
+    def configure(self, given: Any) -> Any:
+        """Validates a dict or model into the loss's own config; without a model the dict stays as it is."""
+        fields = given.model_dump() if isinstance(given, StrictModel) else dict(given)
+        if self.config is None:
+            return fields
+        if isinstance(given, self.config):
+            return given
+        return self.config(**{"loss_type": self.name, **fields})
+
+
+_REGISTRY: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def register_policy_loss(
+    name: str,
+    *,
+    config: type[PolicyLossConfig] | None = None,
+    aliases: tuple[str, ...] = (),
+    level: LevelOf | None = None,
+    reduction: Reduction | None = None,
+) -> Callable[[F], F]:
+    """Registers a policy loss under a name.
+
+    Args:
+        name: The name for `loss_type`.
+        config: Typed config of the loss; without it the function gets the plain dict.
+        aliases: Other names.
+        level: "token", "sequence" or "step", or a function of the config. By default a function that asks for `segments`
+            is sequence-level, any other token-level.
+        reduction: Reduction that the loss's paper uses; the default of `loss_reduction` for it.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        ConfigError: The name is taken, or the function has an argument that rlloss does not know.
+    """
+
+    def decorate(fn: F) -> F:
+        _REGISTRY.add(name, _entry(name, fn, config, level, reduction), aliases)
+        return fn
+
+    return decorate
+
+
+def unregister_policy_loss(name: str) -> None:
+    """Removes a registered policy loss, so that the name can be used again."""
+    _REGISTRY.remove(name)
+
+
+def policy_loss_names() -> list[str]:
+    """Returns the names of all registered policy losses."""
+    return list(_REGISTRY)
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """Finds a policy loss by name, alias or dotted path `package.module.function`.
+
+    Raises:
+        UnknownNameError: There is none; the message names the nearest one.
+    """
+    if name in _REGISTRY or "." not in name:
+        return _REGISTRY.get(name)
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        fn = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownNameError(
+            f"policy loss {name!r} could not be imported: {error}. Give package.module.function."
+        ) from error
+    registered = next((_REGISTRY.get(known) for known in _REGISTRY if _REGISTRY.get(known).fn is fn), None)
+    return registered or _entry(name, fn, None, None, None)
+
+
+def _entry(
+    name: str,
+    fn: PolicyFn,
+    config: type[PolicyLossConfig] | None,
+    level: LevelOf | None,
+    reduction: Reduction | None,
+) -> PolicyLoss:
+    needs = _arguments(name, fn)
+    return PolicyLoss(name, fn, config, needs, level or ("sequence" if "segments" in needs else "token"), reduction)
+
+
+def _arguments(name: str, fn: PolicyFn) -> frozenset[str]:
+    if not callable(fn):
+        raise ConfigError(f"policy loss {name!r} is a {type(fn).__name__}, expected a function.")
+    asked = []
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"policy loss {name!r}: argument {parameter.name!r} cannot be passed by name. Arguments are: {', '.join(ARGUMENTS)}."
+            )
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if parameter.name in ARGUMENTS:
+            asked.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise ConfigError(
+                f"policy loss {name!r} asks for {parameter.name!r}, which rlloss does not know."
+                f"{nearest(parameter.name, ARGUMENTS)} Arguments are: {', '.join(ARGUMENTS)}."
+            )
+    return frozenset(asked)

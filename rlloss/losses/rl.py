@@ -1,0 +1,170 @@
+"""What all losses on a policy share: old, reference and rollout log-probs, and the terms KL and entropy."""
+
+import warnings
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlloss.errors import BatchError, ConfigError
+from rlloss.functional.kl import kl_penalty, resolve_kl_kind
+from rlloss.heads import TokenStats
+from rlloss.losses.batch import check_field
+from rlloss.losses.config import BaseLossConfig
+from rlloss.losses.context import BaseLossContext
+from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
+from rlloss.losses.rollout_is import RolloutImportanceSampling
+from rlloss.losses.terms import Reduction, Term
+from rlloss.metrics import Metric, mean_of
+
+
+class BaseRLLossConfig(BaseLossConfig):
+    """Fields of losses on a policy. It does not look inside `policy_loss_cfg`; `GRPOLossConfig` does."""
+
+    policy_loss_cfg: Any = Field(default_factory=dict)
+    """The policy loss and its parameters, as a dict with a `loss_type` or as a typed config."""
+    use_kl_loss: bool = False
+    """Add the KL divergence from a reference policy to the loss."""
+    kl_loss_coef: float = Field(default=0.001, ge=0.0, allow_inf_nan=False)
+    """Factor of the KL term."""
+    kl_loss_type: str | None = None
+    """Estimator: k1 (kl), abs, k2 (mse), k3 (low_var_kl); a trailing + takes the gradient of k2. None is k3."""
+    kl_value_cap: float | None = Field(default=10.0, gt=0.0)
+    """Bound of k3, nats; None removes it."""
+    rollout_is: RolloutImportanceSampling = Field(default_factory=RolloutImportanceSampling)
+    """Correction for log-probs of the sampling engine that differ from the trainer's."""
+    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Entropy bonus: entropy_coef * mean entropy is subtracted from the loss."""
+    on_policy: bool = False
+    """Without old log-probs take the current ones: ratio 1, gradient -A."""
+    loss_reduction: Reduction = "token"
+    """Denominator of every term; see `rlloss.losses.calibration`."""
+    loss_length: float | None = Field(default=None, gt=0.0)
+    """Constant length L for loss_reduction="constant" (Dr.GRPO)."""
+
+    _liger_refuses: ClassVar[tuple[str, ...]] = (*BaseLossConfig._liger_refuses, "entropy_coef")
+
+    @model_validator(mode="after")
+    def _check_rl(self) -> "BaseRLLossConfig":
+        name = type(self).__name__
+        if self.kl_loss_type is not None:
+            resolve_kl_kind(self.kl_loss_type)
+        if self.use_kl_loss and self.kl_loss_type in ("k1", "kl"):
+            warnings.warn(
+                f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not depend on the reference "
+                f"policy. Use 'k3', or 'k1+' for the unbiased gradient.",
+                stacklevel=2,
+            )
+        if (self.loss_reduction == "constant") != (self.loss_length is not None):
+            raise ConfigError(
+                f"{name}: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. The constant reduction "
+                f"needs a loss_length (the longest response), and no other one takes it."
+            )
+        return self
+
+    def shared_terms(self) -> tuple[Term, ...]:
+        """The terms KL and entropy, where they are switched on."""
+        terms = []
+        if self.use_kl_loss and self.kl_loss_coef:
+            terms.append(self._term("kl", self._kl, self.kl_loss_coef))
+        if self.entropy_coef:
+            terms.append(self._term("entropy", _entropy, -self.entropy_coef, needs_entropy=True))
+        return tuple(terms)
+
+    def _term(self, name: str, fn: Any, coef: float, needs_entropy: bool = False) -> Term:
+        return Term(
+            name,
+            fn,
+            reduction=self.loss_reduction,
+            coef=coef,
+            needs_entropy=needs_entropy,
+            loss_length=self.loss_length,
+        )
+
+    def _kl(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+        kl = kl_penalty(stats.log_prob, loss_kwargs.ref_logprobs, self.kl_loss_type or "k3", self.kl_value_cap)
+        return kl, {"kl": mean_of(kl)}
+
+
+def _entropy(stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+    assert stats.entropy is not None
+    return stats.entropy, {}
+
+
+class BaseRLLossKwargs(BaseLossKwargs):
+    """Tensors of losses on a policy, all `[B, T]` and aligned with the labels.
+
+    Attributes:
+        advantages: Advantages; a batch may give one for each sequence.
+        old_logprobs: Log-probs of the policy that the ratio is taken against, nats.
+        ref_logprobs: Log-probs of the reference policy, nats.
+        rollout_logprobs: Log-probs of the sampling engine, nats.
+        is_weights: Importance weights of the policy term (`rollout_is_weights` in a batch).
+        policy_loss_weight: Token weights of the policy term, coefficient and importance weights included.
+        kl_loss_weight: Token weights of the KL term, its coefficient included.
+        entropy_loss_weight: Token weights of the entropy term, its coefficient included.
+    """
+
+    advantages: Annotated[Tensor, PerToken(spread=True)]
+    old_logprobs: TokenTensor = None
+    ref_logprobs: TokenTensor = None
+    rollout_logprobs: TokenTensor = None
+    is_weights: Annotated[Tensor | None, PerToken(1.0, spread=True, key="rollout_is_weights")] = None
+    policy_loss_weight: TokenTensor = None
+    kl_loss_weight: TokenTensor = None
+    entropy_loss_weight: TokenTensor = None
+
+
+_LOG_PROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+
+
+class BaseRLLossContext(BaseLossContext):
+    """Context of a loss on a policy."""
+
+    loss_cfg: BaseRLLossConfig
+    loss_kwargs: BaseRLLossKwargs
+
+    def needed(self) -> tuple[str, ...]:
+        """Names of the log-probs that the loss cannot do without."""
+        return ("ref_logprobs",) if any(term.name == "kl" for term in self.loss_cfg.terms()) else ()
+
+    def prepare(self) -> Tensor | None:
+        """Checks tensors that may have been set after `build`; tokens with an infinite log-prob leave the step.
+
+        Raises:
+            BatchError: A tensor is missing, has another shape, or is NaN while `check_finite` is on.
+        """
+        kwargs = self.loss_kwargs
+        missing = [name for name in self.needed() if getattr(kwargs, name) is None]
+        if missing:
+            raise BatchError(
+                f"{type(self.loss_cfg).__name__} needs {', '.join(missing)}. Put it into the batch, or set it on "
+                f"ctx.loss_kwargs before build_batches" + self._way_out(missing) + "."
+            )
+        used = [name for name in _LOG_PROBS if getattr(kwargs, name) is not None and self._uses(name)]
+        for name in (*used, "advantages", "is_weights"):
+            check_field(kwargs, name)
+        self._check_finite((*used, "advantages"))
+        leaves = None
+        for name in used:
+            infinite = torch.isinf(getattr(kwargs, name))
+            leaves = infinite if leaves is None else leaves | infinite
+        return leaves
+
+    def _uses(self, name: str) -> bool:
+        return name in self.needed()
+
+    def _way_out(self, missing: list[str]) -> str:
+        return ", or set on_policy=True" if "old_logprobs" in missing else ""
+
+    def _check_finite(self, names: tuple[str, ...]) -> None:
+        if not self.loss_cfg.check_finite:
+            return
+        counted = self.loss_kwargs.shifted_labels != self.loss_cfg.ignore_idx
+        for name in names:
+            bad = int((torch.isnan(getattr(self.loss_kwargs, name)) & counted).sum())
+            if bad:
+                raise BatchError(
+                    f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from."
+                )

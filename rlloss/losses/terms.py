@@ -1,0 +1,100 @@
+"""A loss is a list of terms; each has its own mask, reduction and coefficient, and all share one evaluation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import NotCalibratedError
+from rlloss.heads import TokenStats
+from rlloss.metrics import Metric, Sum
+
+Level = Literal["token", "sequence", "step"]
+LEVELS = ("token", "sequence", "step")
+
+Reduction = Literal["token", "sample", "square", "sequence_sum", "constant", "prompt", "sum"]
+
+TermFn = Callable[[TokenStats, Any], tuple[Tensor, dict[str, Metric]]]
+"""Stats and flat kwargs of the tokens that count -> numbers `[N]` (weighted later) or a scalar that already is."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a loss.
+
+    Attributes:
+        name: Its name; `<name>_loss` is its share of the loss in the metrics.
+        fn: From stats and flat kwargs to `[N]` or a weighted scalar.
+        level: "token" when its numbers depend on their own token only, "sequence", or "step".
+        mask: Which of the tokens that count it is about: kwargs -> bool in the shape of the labels; None is all.
+        reduction: Its denominator.
+        coef: Factor; the weights in the kwargs contain it.
+        weight_field: Kwargs field that holds its weights; `<name>_loss_weight` by default.
+        needs_entropy: Whether it reads the entropy (with gradient).
+        factor_field: Kwargs field `[B, T]` that multiplies its weights (importance weights), or None.
+        loss_length: L of the reduction "constant".
+    """
+
+    name: str
+    fn: TermFn
+    level: Level = "token"
+    mask: Callable[[Any], Tensor] | None = None
+    reduction: Reduction = "token"
+    coef: float = 1.0
+    weight_field: str = ""
+    needs_entropy: bool = False
+    factor_field: str | None = None
+    loss_length: float | None = None
+
+    @property
+    def weight_name(self) -> str:
+        """The kwargs field that holds the weights of this term."""
+        return self.weight_field or f"{self.name}_loss_weight"
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether the term or its denominator must know where sequences begin."""
+        return self.level == "sequence" or self.reduction not in ("token", "sum")
+
+
+def evaluate(terms: Sequence[Term], stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+    """Sums the terms over the given tokens.
+
+    Args:
+        terms: The terms of the loss.
+        stats: Numbers of the model for the tokens that count.
+        loss_kwargs: Flat kwargs of the same tokens.
+
+    Returns:
+        A scalar, additive over tokens for token-level losses, and the metrics.
+
+    Raises:
+        NotCalibratedError: A weight that a term multiplies with is None.
+    """
+    total = stats.log_prob.new_zeros(())
+    metrics: dict[str, Metric] = {}
+    for term in terms:
+        weights = getattr(loss_kwargs, term.weight_name)
+        if weights is None:
+            raise NotCalibratedError(
+                f"{term.weight_name} is None: the token weights are not calibrated. Call build_batches on the list of "
+                f"all micro-batches of the optimiser step before forward."
+            )
+        values, found = term.fn(stats, loss_kwargs)
+        share = values if values.ndim == 0 else weighted_sum(values, weights)
+        metrics.update(found)
+        metrics[f"{term.name}_loss"] = Sum(share.detach().double())
+        total = total + share.to(total.dtype)
+    return total, metrics
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns `sum values * weights`; a token of weight 0 adds nothing, whatever its number is.
+
+    A NaN at a token of non-zero weight stays visible.
+    """
+    dtype = torch.promote_types(values.dtype, weights.dtype)
+    product = torch.where(weights == 0, 0.0, values).to(dtype) * weights.to(dtype)
+    return product.sum(dtype=torch.float64).to(dtype)

@@ -1,0 +1,185 @@
+"""Metrics that know how to be added up exactly over chunks, micro-batches and ranks.
+
+A metric is a small record of 0-dim tensors without a graph. Its type says how it merges, so that nothing
+has to be guessed from its name. Derived numbers (a mean, a standard deviation, an effective sample size)
+are computed once, from the merged record.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlloss.distributed import Group, all_reduce_max, all_reduce_sum
+
+M = TypeVar("M", bound="Metric")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Base of all metrics: its fields are 0-dim tensors that merge by `OPERATION`."""
+
+    OPERATION: ClassVar[str] = "sum"
+
+    def __post_init__(self) -> None:
+        for name, value in self.parts().items():
+            object.__setattr__(self, name, value.detach())
+
+    def parts(self) -> dict[str, Tensor]:
+        """Returns the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def merge(self: M, other: M) -> M:
+        """Returns the metric of both parts together."""
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.OPERATION]
+        mine, theirs = self.parts(), other.parts()
+        return type(self)(**{name: combine(mine[name], theirs[name]) for name in mine})
+
+    def compute(self) -> Tensor:
+        """Returns the number that is reported, a 0-dim tensor."""
+        return next(iter(self.parts().values()))
+
+    def __float__(self) -> float:
+        return float(self.compute())
+
+
+@dataclass(frozen=True)
+class Sum(Metric):
+    """A plain sum."""
+
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class Mean(Metric):
+    """`total / count`, and 0 where nothing was counted."""
+
+    total: Tensor
+    count: Tensor
+
+    def compute(self) -> Tensor:
+        """Returns the mean."""
+        return torch.where(self.count > 0, self.total / self.count.clamp(min=1e-300), 0.0)
+
+
+@dataclass(frozen=True)
+class Max(Metric):
+    """A maximum; over nothing it reports 0."""
+
+    OPERATION: ClassVar[str] = "max"
+    value: Tensor
+
+    def compute(self) -> Tensor:
+        """Returns the maximum."""
+        return torch.where(self.value == -torch.inf, 0.0, self.value)
+
+
+@dataclass(frozen=True)
+class Min(Metric):
+    """A minimum; over nothing it reports 0."""
+
+    OPERATION: ClassVar[str] = "min"
+    value: Tensor
+
+    def compute(self) -> Tensor:
+        """Returns the minimum."""
+        return torch.where(self.value == torch.inf, 0.0, self.value)
+
+
+@dataclass(frozen=True)
+class Moments(Metric):
+    """Count, sum and sum of squares; reports the unbiased standard deviation."""
+
+    count: Tensor
+    total: Tensor
+    total_sq: Tensor
+
+    def variance(self) -> Tensor:
+        """Returns the unbiased variance, 0 for fewer than two numbers."""
+        mean = self.total / self.count.clamp(min=1)
+        spread = (self.total_sq - self.count * mean * mean).clamp(min=0)
+        return torch.where(self.count > 1, spread / (self.count - 1).clamp(min=1), 0.0)
+
+    def compute(self) -> Tensor:
+        """Returns the unbiased standard deviation."""
+        return self.variance().sqrt()
+
+
+@dataclass(frozen=True)
+class EffectiveSampleSize(Moments):
+    """`(sum w)^2 / (n sum w^2)` of importance ratios, a fraction in (0, 1]."""
+
+    def compute(self) -> Tensor:
+        """Returns the fraction, and 0 where nothing was counted."""
+        denominator = self.count * self.total_sq
+        return torch.where(denominator > 0, self.total.square() / denominator.clamp(min=1e-300), 0.0)
+
+
+def mean_of(values: Tensor) -> Mean:
+    """Returns the mean metric of a tensor of numbers."""
+    values = values.detach().double()
+    return Mean(values.sum(), values.new_tensor(float(values.numel())))
+
+
+def max_of(values: Tensor) -> Max:
+    """Returns the maximum metric of a tensor, which may be empty."""
+    values = values.detach().double()
+    return Max(values.amax() if values.numel() else values.new_tensor(-torch.inf))
+
+
+def min_of(values: Tensor) -> Min:
+    """Returns the minimum metric of a tensor, which may be empty."""
+    values = values.detach().double()
+    return Min(values.amin() if values.numel() else values.new_tensor(torch.inf))
+
+
+def moments_of(values: Tensor, kind: type[Moments] = Moments) -> Moments:
+    """Returns count, sum and sum of squares of a tensor."""
+    values = values.detach().double()
+    return kind(values.new_tensor(float(values.numel())), values.sum(), values.square().sum())
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merges the metrics of chunks or micro-batches, name by name.
+
+    Args:
+        parts: One mapping for each chunk or micro-batch. Anything in it that is no `Metric` is left out.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            if isinstance(metric, Metric):
+                merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, float]:
+    """Reduces metrics over ranks and reads them on the host.
+
+    Every rank must hold the same names. Sums travel in one collective, maxima and minima in a second one;
+    outside of torch.distributed there is none.
+
+    Args:
+        metrics: Merged metrics of this rank.
+        group: The ranks to reduce over; `None` is the default group.
+
+    Returns:
+        One float for each name.
+    """
+    kept = {name: metrics[name] for name in sorted(metrics) if isinstance(metrics[name], Metric)}
+    if not kept:
+        return {}
+    slots = [(name, part) for name, metric in kept.items() for part in metric.parts()]
+    values = torch.stack([kept[name].parts()[part].double() for name, part in slots])
+    operations = [kept[name].OPERATION for name, _ in slots]
+    is_sum = torch.tensor([op == "sum" for op in operations], device=values.device)
+    sign = torch.tensor([-1.0 if op == "min" else 1.0 for op in operations], device=values.device).double()
+    sums = all_reduce_sum(torch.where(is_sum, values, 0.0), group)
+    extremes = sign * all_reduce_max(torch.where(is_sum, -torch.inf, sign * values), group)
+    reduced = dict(zip(slots, torch.where(is_sum, sums, extremes).cpu().unbind(), strict=True))
+    return {
+        name: float(type(metric)(**{part: reduced[name, part] for part in metric.parts()}))
+        for name, metric in kept.items()
+    }
