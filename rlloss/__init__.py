@@ -35,7 +35,12 @@ from rlloss.losses import (
 __version__ = "0.1.0"
 
 __all__ = [
-    # losses
+    "BaseLossConfig",
+    "BaseLossContext",
+    "BaseLossKwargs",
+    "BaseRLLossConfig",
+    "BaseRLLossContext",
+    "BaseRLLossKwargs",
     "CELossConfig",
     "CELossContext",
     "CELossKwargs",
@@ -46,28 +51,19 @@ __all__ = [
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
-    "RolloutImportanceSampling",
-    "Totals",
-    # to extend
-    "BaseLossConfig",
-    "BaseLossContext",
-    "BaseLossKwargs",
-    "BaseRLLossConfig",
-    "BaseRLLossContext",
-    "BaseRLLossKwargs",
     "PerSequence",
     "PerToken",
     "PolicyLossConfig",
+    "RolloutImportanceSampling",
     "Term",
     "TokenStats",
+    "Totals",
+    "errors",
+    "gather_logprobs",
     "get_policy_loss",
+    "kl_penalty",
+    "metrics",
     "policy_loss_names",
     "register_policy_loss",
     "unregister_policy_loss",
-    # functions
-    "gather_logprobs",
-    "kl_penalty",
-    # modules
-    "errors",
-    "metrics",
 ]

@@ -4,6 +4,8 @@ Without an initialised process group every function is the identity, so single-p
 A collective never writes into the tensor it was given.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,13 +50,13 @@ class _SumOverRanks(torch.autograd.Function):
     """A sum over ranks whose gradient is the sum of the gradients over ranks."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor, group: Group) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return all_reduce_sum(values, group)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grads[0], ctx.group), None  # type: ignore[attr-defined]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None
 
 
 def differentiable_sum(values: Tensor, group: Group) -> Tensor:
@@ -64,4 +66,5 @@ def differentiable_sum(values: Tensor, group: Group) -> Tensor:
     """
     if group is None or world_size(group) == 1:
         return values
-    return _SumOverRanks.apply(values, group)  # type: ignore[no-any-return]
+    total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+    return total

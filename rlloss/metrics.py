@@ -5,7 +5,7 @@ has to be guessed from its name. Derived numbers (a mean, a standard deviation, 
 are computed once, from the merged record.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
 
@@ -15,6 +15,12 @@ from torch import Tensor
 from rlloss.distributed import Group, all_reduce_max, all_reduce_sum
 
 M = TypeVar("M", bound="Metric")
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda mine, theirs: mine + theirs,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Metric:
 
     def merge(self: M, other: M) -> M:
         """Returns the metric of both parts together."""
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.OPERATION]
+        combine = _COMBINE[self.OPERATION]
         mine, theirs = self.parts(), other.parts()
         return type(self)(**{name: combine(mine[name], theirs[name]) for name in mine})
 

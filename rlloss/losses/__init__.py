@@ -3,10 +3,11 @@
 from rlloss.losses.calibration import Totals
 from rlloss.losses.ce import CELossConfig, CELossContext, CELossKwargs
 from rlloss.losses.config import BaseLossConfig, StrictModel
-from rlloss.losses.context import BaseLossContext, LossOutput
+from rlloss.losses.context import BaseLossContext
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
+from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_losses import ClipConfig, VanillaConfig
 from rlloss.losses.policy_registry import (
     PolicyLossConfig,

@@ -102,7 +102,8 @@ def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None) -> 
         _check_offsets(offsets, labels.shape[1])
     if count and lowest < 0:
         raise BatchError(
-            f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. Set ignore_idx to the "
+            f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. "
+            f"Set ignore_idx to the "
             f"value that marks ignored tokens, or replace the label."
         )
     return LabelFacts(lowest, highest, count)
@@ -112,7 +113,8 @@ def _check_offsets(offsets: list[int], length: int) -> None:
     first, shortest, last, beyond = offsets
     if first != 0 or shortest < 0 or last > length:
         raise BatchError(
-            f"cu_seq_lens starts at {first}, ends at {last} and has a smallest step of {shortest}; expected offsets that "
+            f"cu_seq_lens starts at {first}, ends at {last} and has a smallest step of {shortest}; "
+            f"expected offsets that "
             f"start at 0, never fall, and end at most at T={length}."
         )
     if beyond:
@@ -169,14 +171,16 @@ def _field(cls: type[BaseLossKwargs], name: str, value: Any, labels: Tensor, off
         return value
     if value.device != labels.device:
         raise BatchError(
-            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {labels.device}. Move the batch to one device."
+            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {labels.device}. "
+            f"Move the batch to one device."
         )
     value = value.detach()
     sequences = labels.shape[0] if offsets is None else offsets.shape[0] - 1
     if isinstance(role, PerSequence):
         if tuple(value.shape) != (sequences,):
             raise BatchError(
-                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({sequences},), one for each sequence."
+                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({sequences},), one "
+                f"for each sequence."
             )
         return value
     if not isinstance(role, PerToken):

@@ -1,7 +1,7 @@
 """The only place where a loss's denominators are computed: global token weights of one optimiser step.
 
-Every term gets one weight for each token, `coef / denominator`, so that forward is a plain sum. With N tokens, S sequences
-that have any, P prompts, n_i tokens of sequence i and n_p of prompt p, all counted over micro-batches and ranks:
+Every term gets one weight for each token, `coef / denominator`, so that forward is a plain sum. With N tokens, S
+sequences that have any, P prompts, n_i tokens of sequence i and n_p of prompt p, counted over micro-batches and ranks:
 
     token 1/N    sample 1/(S n_i)    square n_i^-1/2 / sum_j n_j^1/2    sequence_sum 1/S
     constant 1/(S L)    prompt 1/(P n_p)    sum 1
@@ -123,7 +123,8 @@ def _warn_unpacked(contexts: list[Any], terms: Sequence[Term]) -> None:
         kwargs = context.loss_kwargs
         if kwargs.shifted_labels.shape[0] == 1 and kwargs.cu_seq_lens is None:
             warnings.warn(
-                "a row [1, T] without cu_seq_lens or num_tokens is taken as one sequence, and the loss depends on where "
+                "a row [1, T] without cu_seq_lens or num_tokens is taken as one sequence, and the "
+                "loss depends on where "
                 "sequences begin. Give num_tokens if several sequences are packed in it.",
                 stacklevel=4,
             )

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from rlloss.heads.per_chunk import evaluate_per_chunk
 from rlloss.layout import TokenLayout, token_layout
 from rlloss.losses.batch import LabelFacts, read_labels
 from rlloss.losses.kwargs import BaseLossKwargs
+from rlloss.losses.output import LossDetails, LossOutput
 from rlloss.losses.terms import Level, evaluate
 from rlloss.metrics import Metric, Sum
 
@@ -24,30 +25,6 @@ if TYPE_CHECKING:
     from rlloss.losses.config import BaseLossConfig
 
 C = TypeVar("C", bound="BaseLossContext")
-
-
-class LossDetails(NamedTuple):
-    """Whole logits `[B, T, V]` in eager mode (else None), and metrics by name."""
-
-    logits: Tensor | None
-    extra: dict[str, Any]
-
-
-class LossOutput(NamedTuple):
-    """What `forward` returns; it unpacks as `loss, (logits, extra)`."""
-
-    loss: Tensor
-    details: LossDetails
-
-    @property
-    def logits(self) -> Tensor | None:
-        """Whole logits in eager mode, else None."""
-        return self.details.logits
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Metrics by name."""
-        return self.details.extra
 
 
 @dataclass(frozen=True)
@@ -118,7 +95,7 @@ class BaseLossContext:
         return calibrate(loss_ctx_list, cu_seq_lens_list, sp_mesh, group, totals)
 
     def prepare(self) -> Tensor | None:
-        """Hook of `build_batches`: returns which tokens leave this step (`[B, T]` bool), or None, before anything is counted."""
+        """Hook of `build_batches`, before anything is counted: the tokens that leave the step, `[B, T]` bool, or None."""
         return None
 
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
@@ -265,7 +242,8 @@ class BaseLossContext:
         mode = self.loss_cfg.mode
         if mode == "liger":
             raise ConfigError(
-                f"{type(self).__name__} overrides loss_fn, which sees logits; mode='liger' never forms them. Use mode='chunk'."
+                f"{type(self).__name__} overrides loss_fn, which sees logits; mode='liger' never "
+                f"forms them. Use mode='chunk'."
             )
         if mode == "eager":
             loss, (logits, extra) = self.loss_fn(hidden_states, head_weight, head_bias, self.loss_kwargs)

@@ -42,7 +42,8 @@ class GRPOLossConfig(BaseRLLossConfig):
     def _check_policy_loss(self) -> "GRPOLossConfig":
         if self.mode == "liger" and "entropy" in self.policy_loss.needs:
             raise ConfigError(
-                f"GRPOLossConfig: policy loss {self.policy_loss.name!r} asks for the entropy, which mode='liger' does not "
+                f"GRPOLossConfig: policy loss {self.policy_loss.name!r} asks for the entropy, which "
+                f"mode='liger' does not "
                 f"compute. Use mode='chunk'."
             )
         return self
@@ -102,7 +103,8 @@ class GRPOLossConfig(BaseRLLossConfig):
         values, metrics = result if isinstance(result, tuple) else (result, {})
         if values.shape not in ((), stats.log_prob.shape):
             raise ConfigError(
-                f"policy loss {loss.name!r} returned shape {tuple(values.shape)}, expected [N]={tuple(stats.log_prob.shape)} "
+                f"policy loss {loss.name!r} returned shape {tuple(values.shape)}, expected "
+                f"[N]={tuple(stats.log_prob.shape)} "
                 f"or a scalar that already used loss_weights."
             )
         return values, {**_ratio_metrics(stats.log_prob, old), **_entropy_metric(stats), **metrics}

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from rlloss.heads import token_stats
 from rlloss.losses.config import BaseLossConfig
-from rlloss.losses.context import BaseLossContext, LossDetails, LossOutput
+from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
+from rlloss.losses.output import LossDetails, LossOutput
 
 
 class LogProbConfig(BaseLossConfig):
@@ -38,7 +39,7 @@ class LogProbContext(BaseLossContext):
     loss_kwargs: LogProbKwargs
 
     @staticmethod
-    def build_batches(loss_ctx_list: list[Any], *args: Any, **kwargs: Any) -> list[Any]:  # type: ignore[override]
+    def build_batches(loss_ctx_list: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the contexts: log-probs have no denominator."""
         for context in loss_ctx_list:
             context._batch_size = len(loss_ctx_list)

@@ -34,7 +34,8 @@ class VanillaConfig(ClipConfig):
             import warnings
 
             warnings.warn(
-                f"clip_ratio_c={self.clip_ratio_c} does not exceed 1 + cliprange_high={1.0 + self.cliprange_high}: the dual "
+                f"clip_ratio_c={self.clip_ratio_c} does not exceed 1 + "
+                f"cliprange_high={1.0 + self.cliprange_high}: the dual "
                 f"clip then cuts ratios that the ordinary clip allows. Papers use 3.0.",
                 stacklevel=2,
             )

@@ -117,8 +117,8 @@ def register_policy_loss(
         name: The name for `loss_type`.
         config: Typed config of the loss; without it the function gets the plain dict.
         aliases: Other names.
-        level: "token", "sequence" or "step", or a function of the config. By default a function that asks for `segments`
-            is sequence-level, any other token-level.
+        level: "token", "sequence" or "step", or a function of the config. By default a function that asks for
+            `segments` is sequence-level, any other token-level.
         reduction: Reduction that the loss's paper uses; the default of `loss_reduction` for it.
 
     Returns:
@@ -182,7 +182,8 @@ def _arguments(name: str, fn: PolicyFn) -> frozenset[str]:
     for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise ConfigError(
-                f"policy loss {name!r}: argument {parameter.name!r} cannot be passed by name. Arguments are: {', '.join(ARGUMENTS)}."
+                f"policy loss {name!r}: argument {parameter.name!r} cannot be passed by name. "
+                f"Arguments are: {', '.join(ARGUMENTS)}."
             )
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
