@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlloss.errors import UnknownNameError, nearest
+from rlloss.functional.bounds import bound
 
 KL_KINDS = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 """Every accepted name of an estimator, and the estimator it names; a "+" may follow."""
@@ -57,7 +58,7 @@ def _estimate(difference: Tensor, kind: str, value_cap: float | None) -> Tensor:
         return difference.abs()
     if kind == "k2":
         return 0.5 * difference.square()
-    negated = (-difference).clamp(-20.0, 20.0)
+    negated = bound(-difference, -20.0, 20.0)
     # expm1 keeps the digits that exp(x) - 1 - x loses for a policy close to its reference.
     value = torch.expm1(negated) - negated
-    return value if value_cap is None else value.clamp(-value_cap, value_cap)
+    return value if value_cap is None else bound(value, -value_cap, value_cap)

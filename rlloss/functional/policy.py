@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlloss.functional.bounds import bound
 from rlloss.metrics import Metric, mean_of
 
 LOG_RATIO_BOUND = 20.0
@@ -11,7 +12,7 @@ LOG_RATIO_BOUND = 20.0
 
 def bounded_ratio(log_ratio: Tensor, low: float = -LOG_RATIO_BOUND, high: float = LOG_RATIO_BOUND) -> Tensor:
     """Returns `exp(clamp(log_ratio, low, high))`; the gradient beyond the bounds is 0."""
-    return log_ratio.clamp(low, high).exp()
+    return bound(log_ratio, low, high).exp()
 
 
 def clipped_surrogate(

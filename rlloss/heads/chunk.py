@@ -5,10 +5,10 @@
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from rlloss.heads.inputs import HeadInputs, HeadOptions, Objective, TokenStats
 from rlloss.heads.sweep import Sweep
@@ -35,59 +35,57 @@ def chunk_loss(inputs: HeadInputs, options: HeadOptions, objective: Objective) -
         A 0-dim loss, float32 or float64, and the merged metrics.
     """
     call = _Call(inputs, options, objective, torch.is_grad_enabled())
-    loss: Tensor = _ChunkedLoss.apply(inputs.hidden, inputs.weight, inputs.bias, call)
+    loss: Tensor = _ChunkedLoss.apply(inputs.hidden, inputs.weight, inputs.bias, call)  # type: ignore[no-untyped-call]
     return loss, call.metrics
 
 
 def chunk_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
     """Computes log-probs (and entropies); backward projects the chunks a second time."""
     call = _Call(inputs, options, None, torch.is_grad_enabled())
-    log_prob, entropy = _ChunkedLogProbs.apply(inputs.hidden, inputs.weight, inputs.bias, call)
+    log_prob, entropy = _ChunkedLogProbs.apply(inputs.hidden, inputs.weight, inputs.bias, call)  # type: ignore[no-untyped-call]
     kept = None if options.entropy == "none" else entropy
     return TokenStats(log_prob, kept, inputs.layout.segments, inputs.labels)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         wanted = _wanted(ctx, call)
         sweep = Sweep(call.inputs, call.options, wanted)
         assert call.objective is not None
         run = _additive if call.objective.additive else _joint
         loss = run(sweep, call, call.objective)
         ctx.save_for_backward(*(gradient for gradient in sweep.gradients() if gradient is not None))
-        ctx.wanted = wanted  # type: ignore[attr-defined]
-        ctx.dtypes = tuple(None if part is None else part.dtype for part in (hidden, weight, bias))  # type: ignore[attr-defined]
+        ctx.wanted = wanted
+        ctx.dtypes = tuple(None if part is None else part.dtype for part in (hidden, weight, bias))
         return loss
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        saved = iter(ctx.saved_tensors)  # type: ignore[attr-defined]
+        saved = iter(ctx.saved_tensors)
         scaled = [
             (next(saved) * grads[0]).to(dtype) if wanted else None
-            for wanted, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)  # type: ignore[attr-defined]
+            for wanted, dtype in zip(ctx.wanted, ctx.dtypes, strict=True)
         ]
         return *scaled, None
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
         log_prob, entropy = Sweep(call.inputs, call.options, (False, False, False)).stats()
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.call = call  # type: ignore[attr-defined]
+        ctx.call = call
         entropy = torch.empty_like(log_prob) if entropy is None else entropy
         if call.options.entropy != "gradient":
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        call: _Call = ctx.call  # type: ignore[attr-defined]
+        call: _Call = ctx.call
         wanted = _wanted(ctx, call)
         sweep = Sweep(call.inputs, call.options, wanted)
         sweep.second_pass(grads[0], grads[1] if call.options.entropy == "gradient" else None)
@@ -96,9 +94,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return *(None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in parts), None
 
 
-def _wanted(ctx: FunctionCtx, call: _Call) -> tuple[bool, bool, bool]:
+def _wanted(ctx: Any, call: _Call) -> tuple[bool, bool, bool]:
     # needs_input_grad alone is True under no_grad as well.
-    hidden, weight, bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+    hidden, weight, bias = ctx.needs_input_grad[:3]
     return call.grad_enabled and hidden, call.grad_enabled and weight, call.grad_enabled and bias
 
 

@@ -1,5 +1,7 @@
 """Liger mode: log-probs through liger_kernel's tiled head, then the same losses as in the other modes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,10 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
         if inputs.bias is not None:
             log_prob = log_prob + inputs.bias.sum().float() * 0.0
     else:
-        log_prob = _RefuseDoubleBackward.apply(
-            _kernel().chunk_forward(
-                hidden[None], inputs.weight, inputs.labels[None], bias=inputs.bias, temperature=float(temperature)
-            )
+        log_prob = _kernel().chunk_forward(
+            hidden[None], inputs.weight, inputs.labels[None], bias=inputs.bias, temperature=float(temperature)
         )
+        log_prob = _RefuseDoubleBackward.apply(log_prob)  # type: ignore[no-untyped-call]
     return TokenStats(log_prob.reshape(-1), None, inputs.layout.segments, inputs.labels)
 
 
@@ -52,12 +53,12 @@ def liger_cross_entropy(inputs: HeadInputs) -> Tensor:
     return kernel(inputs.weight, hidden, inputs.labels, inputs.bias)  # type: ignore[no-any-return]
 
 
-def _kernel() -> type:
+def _kernel() -> Any:
     try:
         from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
     except ImportError as error:
         raise _unavailable(error) from error
-    return LigerFusedLinearPPOBase  # type: ignore[no-any-return]
+    return LigerFusedLinearPPOBase
 
 
 def _unavailable(error: ImportError) -> BackendUnavailableError:
@@ -71,11 +72,11 @@ class _RefuseDoubleBackward(torch.autograd.Function):
     """The identity, which raises when a graph of the gradients is asked for: the kernel would lose it silently."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor) -> Tensor:
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "mode='liger' cannot differentiate its gradients (create_graph=True). Use mode='eager' for that."

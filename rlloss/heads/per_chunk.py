@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from rlloss.heads.chunk import refuse_double_backward
 from rlloss.metrics import Metric, merge
@@ -31,17 +30,20 @@ def evaluate_per_chunk(
         The summed loss, and `extra`: metrics merged, tensors stacked over chunks, all else listed.
     """
     extras: list[dict[str, Any]] = []
-    loss: Tensor = _PerChunk.apply(*tensors, (loss_fn, pieces, chunk_size, torch.is_grad_enabled(), extras))
+    call = (loss_fn, pieces, chunk_size, torch.is_grad_enabled(), extras)
+    loss: Tensor = _PerChunk.apply(*tensors, call)  # type: ignore[no-untyped-call]
     return loss, _join(extras)
 
 
 class _PerChunk(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Any, ...]) -> Tensor:
         loss_fn, pieces, size, grad_enabled, extras = call
-        wanted = [grad_enabled and need for need in ctx.needs_input_grad[:3]]  # type: ignore[attr-defined]
+        wanted = [grad_enabled and need for need in ctx.needs_input_grad[:3]]
         sums: list[Tensor | None] = [
-            torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if want else None
+            torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            if tensor is not None and want
+            else None
             for tensor, want in zip((hidden, weight, bias), wanted, strict=True)
         ]
         total: Tensor | None = None
@@ -61,14 +63,14 @@ class _PerChunk(torch.autograd.Function):
                 gradients = [next(found) if want else None for want in wanted]
                 _add(sums, gradients, part)
         ctx.save_for_backward(*sums)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]  # type: ignore[attr-defined]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return hidden.new_zeros(()) if total is None else total
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        pairs = zip(saved, ctx.dtypes, strict=True)  # type: ignore[attr-defined]
+        saved = ctx.saved_tensors
+        pairs = zip(saved, ctx.dtypes, strict=True)
         return *(None if total is None else (total * grads[0]).to(dtype) for total, dtype in pairs), None
 
 

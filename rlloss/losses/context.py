@@ -95,7 +95,7 @@ class BaseLossContext:
         return calibrate(loss_ctx_list, cu_seq_lens_list, sp_mesh, group, totals)
 
     def prepare(self) -> Tensor | None:
-        """Hook of `build_batches`, before anything is counted: the tokens that leave the step, `[B, T]` bool, or None."""
+        """Hook of `build_batches` before anything is counted: tokens that leave the step, `[B, T]` bool, or None."""
         return None
 
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
@@ -255,6 +255,8 @@ class BaseLossContext:
 
     def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
         extra["loss"] = Sum(local.detach().double())
+        sizes = self.layout.segments.sizes
+        extra["tokens"], extra["sequences"] = Sum(sizes.sum()), Sum((sizes > 0).double().sum())
         if self._dropped is not None:
             extra["dropped_tokens"] = Sum(self._dropped)
         return LossOutput(self._over_ranks(local), LossDetails(logits, extra))
