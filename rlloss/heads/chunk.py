@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloss.heads.inputs import HeadInputs, HeadOptions, Objective, TokenStats
+from rlloss.heads.softmax import RowGradients, RowStats
 from rlloss.heads.sweep import Sweep
 from rlloss.metrics import Metric, merge
 
@@ -42,9 +43,8 @@ def chunk_loss(inputs: HeadInputs, options: HeadOptions, objective: Objective) -
 def chunk_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
     """Computes log-probs (and entropies); backward projects the chunks a second time."""
     call = _Call(inputs, options, None, torch.is_grad_enabled())
-    log_prob, entropy = _ChunkedLogProbs.apply(inputs.hidden, inputs.weight, inputs.bias, call)  # type: ignore[no-untyped-call]
-    kept = None if options.entropy == "none" else entropy
-    return TokenStats(log_prob, kept, inputs.layout.segments, inputs.labels)
+    log_prob, entropy, extra = _ChunkedLogProbs.apply(inputs.hidden, inputs.weight, inputs.bias, call)  # type: ignore[no-untyped-call]
+    return TokenStats(log_prob, entropy, inputs.layout.segments, inputs.labels, extra)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -73,14 +73,15 @@ class _ChunkedLoss(torch.autograd.Function):
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-        log_prob, entropy = Sweep(call.inputs, call.options, (False, False, False)).stats()
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        rows = Sweep(call.inputs, call.options, (False, False, False)).stats()
         ctx.save_for_backward(hidden, weight, bias)
         ctx.call = call
-        entropy = torch.empty_like(log_prob) if entropy is None else entropy
-        if call.options.entropy != "gradient":
-            ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
+        if rows.entropy is not None and call.options.entropy != "gradient":
+            ctx.mark_non_differentiable(rows.entropy)
+        return rows.log_prob, rows.entropy, rows.extra_log_prob
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,7 +89,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         call: _Call = ctx.call
         wanted = _wanted(ctx, call)
         sweep = Sweep(call.inputs, call.options, wanted)
-        sweep.second_pass(grads[0], grads[1] if call.options.entropy == "gradient" else None)
+        entropy = grads[1] if call.options.entropy == "gradient" else None
+        sweep.second_pass(RowGradients(grads[0], entropy, None if call.inputs.extra_ids is None else grads[2]))
         inputs = (call.inputs.hidden, call.inputs.weight, call.inputs.bias)
         parts = zip(sweep.gradients(), inputs, strict=True)
         return *(None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in parts), None
@@ -104,16 +106,11 @@ def _additive(sweep: Sweep, call: _Call, objective: Objective) -> Tensor:
     """One sweep: the loss is a sum over tokens, so each chunk is evaluated and differentiated at once."""
     losses, metrics = [], []
     for start, stop in sweep.chunks(call.inputs.layout.num_tokens):
-        rows = sweep.forward(slice(start, stop))
-        stats = TokenStats(
-            rows.log_prob,
-            rows.entropy,
-            call.inputs.layout.segments.rows(start, stop),
-            call.inputs.labels[start:stop],
-        )
-        loss, grad_log_prob, grad_entropy, found = _differentiate(stats, slice(start, stop), sweep, objective)
-        if grad_log_prob is not None:
-            sweep.backward(slice(start, stop), rows, grad_log_prob, grad_entropy)
+        part = slice(start, stop)
+        rows = sweep.forward(part)
+        loss, grads, found = _differentiate(_stats(rows, call, part), part, sweep, objective)
+        if grads is not None:
+            sweep.backward(part, rows, grads)
         losses.append(loss)
         metrics.append(found)
     call.metrics.update(merge(metrics))
@@ -122,38 +119,41 @@ def _additive(sweep: Sweep, call: _Call, objective: Objective) -> Tensor:
 
 def _joint(sweep: Sweep, call: _Call, objective: Objective) -> Tensor:
     """Two sweeps: log-probs of all tokens, one evaluation, and gradients of the rows that have one."""
-    log_prob, entropy = sweep.stats()
-    stats = TokenStats(log_prob, entropy, call.inputs.layout.segments, call.inputs.labels)
     everything = slice(0, call.inputs.layout.num_tokens)
-    loss, grad_log_prob, grad_entropy, metrics = _differentiate(stats, everything, sweep, objective)
-    if grad_log_prob is not None:
-        sweep.second_pass(grad_log_prob, grad_entropy)
+    loss, grads, metrics = _differentiate(_stats(sweep.stats(), call, everything), everything, sweep, objective)
+    if grads is not None:
+        sweep.second_pass(grads)
     call.metrics.update(metrics)
     return loss
 
 
+def _stats(rows: RowStats, call: _Call, part: slice) -> TokenStats:
+    segments = call.inputs.layout.segments.rows(part.start, part.stop)
+    return TokenStats(rows.log_prob, rows.entropy, segments, call.inputs.labels[part], rows.extra_log_prob)
+
+
 def _differentiate(
     stats: TokenStats, rows: slice, sweep: Sweep, objective: Objective
-) -> tuple[Tensor, Tensor | None, Tensor | None, dict[str, Metric]]:
-    """Evaluates the loss on log-probs as leaves: value, `dL/dlog_prob`, `dL/dentropy`, metrics."""
+) -> tuple[Tensor, RowGradients | None, dict[str, Metric]]:
+    """Evaluates the loss on log-probs as leaves: value, its derivatives by them, metrics."""
     if not sweep.wants_gradients:
         loss, metrics = objective.fn(stats, rows)
-        return loss.detach(), None, None, metrics
+        return loss.detach(), None, metrics
+    entropy = stats.entropy if sweep.options.entropy == "gradient" else None
+    outputs = {"log_prob": stats.log_prob, "entropy": entropy, "extra_log_prob": stats.extra_log_prob}
     with torch.enable_grad():
-        log_prob = stats.log_prob.detach().requires_grad_()
-        entropy = stats.entropy
-        leaves = [log_prob]
-        if entropy is not None and sweep.options.entropy == "gradient":
-            entropy = entropy.detach().requires_grad_()
-            leaves.append(entropy)
-        loss, metrics = objective.fn(stats._replace(log_prob=log_prob, entropy=entropy), rows)
+        leaves: dict[str, Any] = {
+            name: part.detach().requires_grad_() for name, part in outputs.items() if part is not None
+        }
+        loss, metrics = objective.fn(stats._replace(**leaves), rows)
         found: list[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
-            found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    gradients = [
-        torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(found, leaves, strict=True)
-    ]
-    return loss.detach(), gradients[0], gradients[1] if len(gradients) > 1 else None, metrics
+            found = list(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+    grads = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+    return loss.detach(), RowGradients(grads["log_prob"], grads.get("entropy"), grads.get("extra_log_prob")), metrics
 
 
 def refuse_double_backward() -> None:

@@ -27,7 +27,7 @@ def eager_stats(inputs: HeadInputs, options: HeadOptions) -> tuple[TokenStats, T
     rows = inputs.layout.take(logits)
     temperature = inputs.temperature
     rows = rows / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    log_prob, entropy = log_probs_of(rows, inputs.labels, options.entropy != "none")
+    log_prob, entropy, extra = log_probs_of(rows, inputs.labels, options.entropy != "none", inputs.extra_ids)
     if entropy is not None and options.entropy == "value":
         entropy = entropy.detach()
-    return TokenStats(log_prob, entropy, inputs.layout.segments, inputs.labels), logits
+    return TokenStats(log_prob, entropy, inputs.layout.segments, inputs.labels, extra), logits

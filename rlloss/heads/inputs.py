@@ -45,6 +45,7 @@ class HeadInputs:
         labels: `[N]` int64, the labels of the tokens that count, all in `[0, V)`.
         temperature: A number, or `[N]`.
         layout: Where these tokens stand.
+        extra_ids: `[N, K]` int64, K more words of each token whose log-probs are wanted (a teacher's top-k), or `None`.
     """
 
     hidden: Tensor
@@ -53,6 +54,7 @@ class HeadInputs:
     labels: Tensor
     temperature: float | Tensor
     layout: TokenLayout
+    extra_ids: Tensor | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -68,12 +70,14 @@ class TokenStats(NamedTuple):
         entropy: `[N]`, entropy of each predicted distribution, nats, or `None` when not asked for.
         segments: Which sequence each token belongs to.
         labels: `[N]` int64.
+        extra_log_prob: `[N, K]`, log-probs of K more words of each token, nats, or `None` when not asked for.
     """
 
     log_prob: Tensor
     entropy: Tensor | None
     segments: Segments
     labels: Tensor
+    extra_log_prob: Tensor | None = None
 
 
 LossFn = Callable[[TokenStats, slice], tuple[Tensor, dict[str, Metric]]]

@@ -18,6 +18,11 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
         BackendUnavailableError: liger_kernel is not installed.
         ConfigError: An option that this mode does not have.
     """
+    if inputs.extra_ids is not None:
+        raise ConfigError(
+            "mode='liger' computes the log-prob of the label alone, but the loss asks for those of more words of each "
+            "token (extra_ids, a teacher's top-k). Use mode='chunk'."
+        )
     temperature = inputs.temperature
     if isinstance(temperature, Tensor):
         raise ConfigError(

@@ -16,8 +16,10 @@ def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
     return logits
 
 
-def log_probs_of(logits: Tensor, labels: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns log-probs of the labels, and entropies.
+def log_probs_of(
+    logits: Tensor, labels: Tensor, with_entropy: bool, extra_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns log-probs of the labels, entropies, and log-probs of more words.
 
     `log_prob = q_y - log sum exp q` and `H = log sum exp q - sum p q` with `q = logits - max`, bounded below so that
     words of probability 0 add nothing to value or gradient.
@@ -26,16 +28,18 @@ def log_probs_of(logits: Tensor, labels: Tensor, with_entropy: bool) -> tuple[Te
         logits: `[N, V]`, float32 or float64.
         labels: `[N]` int64 in `[0, V)`.
         with_entropy: Whether the entropy is wanted.
+        extra_ids: `[N, K]` int64 in `[0, V)`, or `None`.
 
     Returns:
-        `[N]` and `[N]` or `None`, nats.
+        `[N]`, `[N]` or `None`, `[N, K]` or `None`, nats.
     """
     shifted = (logits - logits.detach().amax(dim=-1, keepdim=True)).clamp(min=LOG_FLOOR)
     log_sum = torch.logsumexp(shifted, dim=-1)
     log_prob = shifted.gather(-1, labels[:, None]).squeeze(-1) - log_sum
+    extra = None if extra_ids is None else shifted.gather(-1, extra_ids) - log_sum[:, None]
     if not with_entropy:
-        return log_prob, None
-    return log_prob, log_sum - ((shifted - log_sum[:, None]).exp() * shifted).sum(dim=-1)
+        return log_prob, None, extra
+    return log_prob, log_sum - ((shifted - log_sum[:, None]).exp() * shifted).sum(dim=-1), extra
 
 
 def gather_logprobs(logits: Tensor, shifted_labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -52,5 +56,5 @@ def gather_logprobs(logits: Tensor, shifted_labels: Tensor, temperature: float =
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     flat = logits.reshape(-1, logits.shape[-1]).to(dtype) / temperature
     labels = shifted_labels.reshape(-1).long()
-    log_prob, _ = log_probs_of(flat, labels.clamp(min=0), with_entropy=False)
+    log_prob, _, _ = log_probs_of(flat, labels.clamp(min=0), with_entropy=False)
     return torch.where(labels >= 0, log_prob, 0.0).reshape(shifted_labels.shape)

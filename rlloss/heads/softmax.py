@@ -24,6 +24,7 @@ class RowStats:
         total: `s = r + exp(q_y)`.
         log_total: `log s`, exact when the label is the largest logit.
         entropy: Entropy of the row, nats, or `None`.
+        q_extra: `[C, K]`, q of K more words, or `None`.
     """
 
     log_prob: Tensor
@@ -33,6 +34,12 @@ class RowStats:
     total: Tensor
     log_total: Tensor
     entropy: Tensor | None
+    q_extra: Tensor | None = None
+
+    @property
+    def extra_log_prob(self) -> Tensor | None:
+        """Log-probs of the K more words, `[C, K]`, nats."""
+        return None if self.q_extra is None else self.q_extra - self.log_total[:, None]
 
     def pick(self, rows: Tensor) -> "RowStats":
         """Returns the numbers of some of the rows."""
@@ -46,6 +53,43 @@ class RowStats:
 
     def _parts(self) -> list[Tensor | None]:
         return [getattr(self, field.name) for field in fields(self)]
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Derivatives of the loss by the outputs of each row of a chunk.
+
+    Attributes:
+        log_prob: `[C]`, g.
+        entropy: `[C]`, e, or `None`.
+        extra: `[C, K]`, by the log-probs of K more words, or `None`.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    extra: Tensor | None = None
+
+    def pick(self, rows: Tensor) -> "RowGradients":
+        """Returns the derivatives of some of the rows."""
+        return RowGradients(*(None if part is None else part[rows] for part in self._parts()))  # type: ignore[arg-type]
+
+    def nonzero(self) -> Tensor:
+        """Returns which rows have a derivative that is not exactly zero, `[C]` bool; NaN counts as one."""
+        found = self.log_prob != 0
+        if self.entropy is not None:
+            found = found | (self.entropy != 0)
+        return found if self.extra is None else found | (self.extra != 0).any(dim=-1)
+
+    def split_extra(self, labels: Tensor, extra_ids: Tensor | None) -> "RowGradients":
+        """Moves what belongs to the label itself, where it is among the more words, into `log_prob`."""
+        if self.extra is None or extra_ids is None:
+            return self
+        same = extra_ids == labels[:, None]
+        own = torch.where(same, self.extra, 0.0).sum(dim=-1)
+        return RowGradients(self.log_prob + own, self.entropy, self.extra.masked_fill(same, 0.0))
+
+    def _parts(self) -> list[Tensor | None]:
+        return [self.log_prob, self.entropy, self.extra]
 
 
 @dataclass(frozen=True)
@@ -84,13 +128,14 @@ class Transform:
         return factor * (1.0 - capped.square())
 
 
-def exponentiate_(logits: Tensor, labels: Tensor, with_entropy: bool) -> RowStats:
+def exponentiate_(logits: Tensor, labels: Tensor, with_entropy: bool, extra_ids: Tensor | None = None) -> RowStats:
     """Replaces a tile of logits by `E` with the target column at 0, and returns its row numbers.
 
     Args:
         logits: `[C, V]`, overwritten.
         labels: `[C]` int64.
         with_entropy: Whether entropies are wanted.
+        extra_ids: `[C, K]` int64, more words whose log-probs are wanted, or `None`.
     """
     column = labels[:, None]
     peak = logits.amax(dim=-1)
@@ -98,6 +143,7 @@ def exponentiate_(logits: Tensor, labels: Tensor, with_entropy: bool) -> RowStat
     if with_entropy:
         q.clamp_(min=LOG_FLOOR)
     q_label = q.gather(1, column).squeeze(1).clamp(min=LOG_FLOOR)
+    q_extra = None if extra_ids is None else q.gather(1, extra_ids).clamp(min=LOG_FLOOR)
     exponentials = q.exp_()
     exponentials.scatter_(1, column, 0.0)
     rest = exponentials.sum(dim=-1)
@@ -108,27 +154,29 @@ def exponentiate_(logits: Tensor, labels: Tensor, with_entropy: bool) -> RowStat
     if with_entropy:
         weighted = torch.special.xlogy(exponentials, exponentials).sum(dim=-1)
         entropy = log_total - (weighted + label_part * q_label) / total
-    return RowStats(q_label - log_total, peak, q_label, rest, total, log_total, entropy)
+    return RowStats(q_label - log_total, peak, q_label, rest, total, log_total, entropy, q_extra)
 
 
-def label_gradient(stats: RowStats, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Derivative of the loss by the label's logit z_y, `[C]`: `g r / s - e p_y (log p_y + H)`."""
-    gradient = grad_log_prob * (stats.rest / stats.total)
-    if grad_entropy is not None and stats.entropy is not None:
-        gradient = gradient - grad_entropy * stats.log_prob.exp() * (stats.log_prob + stats.entropy)
+def label_gradient(stats: RowStats, grads: RowGradients) -> Tensor:
+    """Derivative of the loss by the label's logit z_y, `[C]`: `g r / s - e p_y (log p_y + H) - p_y sum_k g_k`."""
+    gradient = grads.log_prob * (stats.rest / stats.total)
+    if grads.entropy is not None and stats.entropy is not None:
+        gradient = gradient - grads.entropy * stats.log_prob.exp() * (stats.log_prob + stats.entropy)
+    if grads.extra is not None:
+        gradient = gradient - grads.extra.sum(dim=-1) * stats.log_prob.exp()
     return gradient
 
 
-def off_label_gradient_(
-    exponentials: Tensor, stats: RowStats, grad_log_prob: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
+def off_label_gradient_(exponentials: Tensor, stats: RowStats, grads: RowGradients) -> Tensor:
     """Replaces `E` by the negative derivative of the loss by the other words' logits, in place.
 
-    `D = (E / s) (g + e (q - log s + H))`, with q read back from `E`.
+    `D = (E / s) (g + sum_k g_k + e (q - log s + H))`, with q read back from `E`; what `g_k` adds at its own word comes
+    later.
     """
-    row = (grad_log_prob / stats.total)[:, None]
-    if grad_entropy is None or stats.entropy is None:
+    whole = grads.log_prob if grads.extra is None else grads.log_prob + grads.extra.sum(dim=-1)
+    row = (whole / stats.total)[:, None]
+    if grads.entropy is None or stats.entropy is None:
         return exponentials.mul_(row)
-    shift = ((grad_entropy / stats.total) * (stats.entropy - stats.log_total))[:, None]
-    curved = torch.special.xlogy(exponentials, exponentials).mul_((grad_entropy / stats.total)[:, None])
+    shift = ((grads.entropy / stats.total) * (stats.entropy - stats.log_total))[:, None]
+    curved = torch.special.xlogy(exponentials, exponentials).mul_((grads.entropy / stats.total)[:, None])
     return exponentials.mul_(row + shift).add_(curved)

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from rlloss.heads.inputs import HeadInputs, HeadOptions
-from rlloss.heads.softmax import RowStats, Transform, exponentiate_, label_gradient, off_label_gradient_
+from rlloss.heads.softmax import (
+    RowGradients,
+    RowStats,
+    Transform,
+    exponentiate_,
+    label_gradient,
+    off_label_gradient_,
+)
 
 TILE_ELEMENTS = 1 << 21
 """On a CPU the passes over logits run on tiles of about this many numbers, so that they stay in cache."""
@@ -54,21 +61,19 @@ class Sweep:
         hidden = None if self.grad_hidden is None else self.grad_hidden.reshape(self.inputs.hidden.shape)
         return hidden, self.grad_weight, self.grad_bias
 
-    def stats(self) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs (and entropies) of all rows, `[N]`."""
+    def stats(self) -> RowStats:
+        """Returns the numbers of all rows, log-probs (and entropies) among them."""
         parts = [self.forward(slice(*bounds)) for bounds in self.chunks(self.inputs.layout.num_tokens)]
-        joined = RowStats.cat(parts)
-        return joined.log_prob, joined.entropy
+        return RowStats.cat(parts)
 
-    def second_pass(self, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> None:
+    def second_pass(self, grads: RowGradients) -> None:
         """Projects the rows that have a gradient once more, and adds their gradients up."""
-        rows = torch.arange(grad_log_prob.shape[0], device=grad_log_prob.device)
+        rows = torch.arange(grads.log_prob.shape[0], device=grads.log_prob.device)
         if self.options.skip_zero_rows:
-            rows = _has_gradient(grad_log_prob, grad_entropy).nonzero().squeeze(1)
+            rows = grads.nonzero().nonzero().squeeze(1)
         for start, stop in self.chunks(int(rows.shape[0])):
             part = rows[start:stop]
-            entropy_part = None if grad_entropy is None else grad_entropy[part]
-            self.backward(part, self.forward(part), grad_log_prob[part], entropy_part)
+            self.backward(part, self.forward(part), grads.pick(part))
 
     def forward(self, rows: Rows) -> RowStats:
         """Projects rows into the chunk buffer, which holds their exponentials afterwards."""
@@ -76,25 +81,25 @@ class Sweep:
         count, vocabulary = hidden.shape[0], self.weight.shape[0]
         on_cpu = hidden.device.type == "cpu"
         step = max(64, TILE_ELEMENTS // vocabulary) if on_cpu else max(count, 1)
-        temperature = self._temperature(rows)
+        temperature, extra_ids = self._temperature(rows), self._extra_ids(rows)
         parts = []
         for start in range(0, max(count, 1), step):
             tile = slice(start, min(start + step, count))
             logits = self.logits[tile]
             self._project(hidden[tile], logits)
             self.transform.apply_(logits, temperature[tile] if isinstance(temperature, Tensor) else temperature)
-            parts.append(exponentiate_(logits, labels[tile], self.options.entropy != "none"))
+            extra = None if extra_ids is None else extra_ids[tile]
+            parts.append(exponentiate_(logits, labels[tile], self.options.entropy != "none", extra))
         return RowStats.cat(parts)
 
-    def backward(self, rows: Rows, stats: RowStats, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> None:
+    def backward(self, rows: Rows, stats: RowStats, grads: RowGradients) -> None:
         """Adds up the gradients of rows whose exponentials lie in the chunk buffer."""
-        count = grad_log_prob.shape[0]
+        count = grads.log_prob.shape[0]
         if self.options.skip_zero_rows:
-            kept = self._compact(_has_gradient(grad_log_prob, grad_entropy) | ~stats.log_prob.isfinite())
+            kept = self._compact(grads.nonzero() | ~stats.log_prob.isfinite())
             if kept is not None:
                 count = int(kept.shape[0])
-                stats, grad_log_prob = stats.pick(kept), grad_log_prob[kept]
-                grad_entropy = None if grad_entropy is None else grad_entropy[kept]
+                stats, grads = stats.pick(kept), grads.pick(kept)
                 rows = (
                     torch.arange(rows.start, rows.stop, device=kept.device)[kept]
                     if isinstance(rows, slice)
@@ -103,25 +108,20 @@ class Sweep:
         if count == 0:
             return
         labels, temperature = self.inputs.labels[rows], self._temperature(rows)
-        label_part = label_gradient(stats, grad_log_prob, grad_entropy)
+        grads = grads.split_extra(labels, self._extra_ids(rows))
+        label_part = label_gradient(stats, grads)
         label_part = label_part * self.transform.slope(stats.q_label, stats.peak, temperature)
         exponentials = self.logits[:count]
-        if grad_entropy is None and self.transform.softcap is None:
+        if grads.entropy is None and grads.extra is None and self.transform.softcap is None:
             # The whole row shares one factor: fold it into the narrow operands, leave the wide matrix as it is.
-            factor = grad_log_prob / stats.total * self.transform.slope(stats.q_label, stats.peak, temperature)
+            factor = grads.log_prob / stats.total * self.transform.slope(stats.q_label, stats.peak, temperature)
         else:
-            self._write_gradient(exponentials, stats, grad_log_prob, grad_entropy, temperature)
-            factor = torch.ones_like(grad_log_prob)
+            self._write_gradient(rows, exponentials, stats, grads)
+            factor = torch.ones_like(grads.log_prob)
         self._accumulate(rows, exponentials, factor, labels, label_part)
 
-    def _write_gradient(
-        self,
-        exponentials: Tensor,
-        stats: RowStats,
-        grad_log_prob: Tensor,
-        grad_entropy: Tensor | None,
-        temperature: float | Tensor,
-    ) -> None:
+    def _write_gradient(self, rows: Rows, exponentials: Tensor, stats: RowStats, grads: RowGradients) -> None:
+        temperature, extra_ids = self._temperature(rows), self._extra_ids(rows)
         slope: Tensor | float
         if self.transform.softcap is None:
             slope = self.transform.slope(stats.q_label, stats.peak, temperature)
@@ -129,7 +129,10 @@ class Sweep:
         else:
             tiny = torch.finfo(exponentials.dtype).tiny
             slope = self.transform.slope(exponentials.clamp(min=tiny).log_(), stats.peak, temperature)
-        off_label_gradient_(exponentials, stats, grad_log_prob, grad_entropy).mul_(slope)
+        off_label_gradient_(exponentials, stats, grads).mul_(slope)
+        if grads.extra is not None and extra_ids is not None and stats.q_extra is not None:
+            own = grads.extra * self.transform.slope(stats.q_extra, stats.peak, temperature)
+            exponentials.scatter_add_(1, extra_ids, -own)
 
     def _accumulate(self, rows: Rows, wide: Tensor, factor: Tensor, labels: Tensor, label_part: Tensor) -> None:
         """Adds `label_part` at the labels minus `factor * wide` everywhere, times W or h."""
@@ -176,6 +179,9 @@ class Sweep:
         temperature = self.inputs.temperature
         return temperature[rows].to(self.dtype) if isinstance(temperature, Tensor) else temperature
 
+    def _extra_ids(self, rows: Rows) -> Tensor | None:
+        return None if self.inputs.extra_ids is None else self.inputs.extra_ids[rows]
+
     def _project(self, hidden: Tensor, out: Tensor) -> None:
         if hidden.dtype == self.dtype:
             torch.mm(hidden, self.weight.T, out=out)
@@ -197,9 +203,3 @@ class Sweep:
             part = slice(start, start + 64)
             self.logits.index_copy_(0, holes[part], self.logits.index_select(0, movers[part]))
         return order.index_copy(0, holes, movers)
-
-
-def _has_gradient(grad_log_prob: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Rows whose gradient is not exactly zero; NaN counts as one."""
-    found = grad_log_prob != 0
-    return found if grad_entropy is None else found | (grad_entropy != 0)
