@@ -50,6 +50,11 @@ class BaseRLLossConfig(BaseLossConfig):
         name = type(self).__name__
         if self.kl_loss_type is not None:
             resolve_kl_kind(self.kl_loss_type)
+        if self.rollout_is != RolloutImportanceSampling():
+            raise ConfigError(
+                f"{name}: this version does not compute rollout corrections, so rollout_is must stay at its default. "
+                f"Put weights of your own into the batch as rollout_is_weights."
+            )
         if self.use_kl_loss and self.kl_loss_type in ("k1", "kl"):
             warnings.warn(
                 f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not "
