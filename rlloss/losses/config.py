@@ -152,7 +152,9 @@ class BaseLossConfig(StrictModel):
         """
         from rlloss.losses.batch import kwargs_of
 
-        return self.loss_ctx_cls(self, kwargs_of(self._loss_kwargs_cls, data, self.ignore_idx, sp_mesh))
+        context = self.loss_ctx_cls(self, kwargs_of(self._loss_kwargs_cls, data, self.ignore_idx, sp_mesh))
+        context.check_labels()
+        return context
 
     def empty(self, like: Mapping[str, Any]) -> "BaseLossContext":
         """Builds the context of a rank without data: the batch `like` with every label ignored."""

@@ -183,6 +183,10 @@ class BaseLossContext:
         """Where the tokens that count stand; read from the labels once."""
         return self._read().layout
 
+    def check_labels(self) -> None:
+        """Reads the labels once and raises `BatchError` when they, or the offsets, cannot be."""
+        self._read()
+
     @property
     def batch_size(self) -> int:
         """Number of micro-batches that this one was calibrated with."""
