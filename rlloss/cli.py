@@ -1,0 +1,131 @@
+"""The command line: `rlloss VERB ...`, one function for each verb."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlloss.config_file import load_config
+from rlloss.errors import ConfigError, RLLossError
+
+if TYPE_CHECKING:
+    from rlloss.training.config import TrainConfig
+    from rlloss.training.run import Report
+
+Verb = Callable[[argparse.Namespace], int]
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit status; a user's mistake is one line on stderr and status 2."""
+    options = make_parser().parse_args(arguments)
+    verb: Verb = options.verb
+    try:
+        return verb(options)
+    except RLLossError as error:
+        sys.stderr.write(f"rlloss: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("rlloss: stopped at once, nothing was saved after the last checkpoint\n")
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all verbs."""
+    parser = argparse.ArgumentParser(prog="rlloss", description=__doc__, allow_abbrev=False)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    train = _verb(verbs, "train", run_train, "train as a config file says")
+    _add_config(train)
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, bit for bit")
+    train.add_argument("--output", metavar="DIR", help="folder of the run (default: runs/NAME, numbered)")
+    _add_config(_verb(verbs, "show", run_show, "print the resolved config as JSON"))
+    return parser
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """`rlloss train CONFIG`: runs every phase, then reports."""
+    from rlloss.training.extras import require
+
+    console = require("rich.console").Console()
+    config = _load(options)
+    output = output_folder(options.config, options.output, options.resume)
+    from rlloss.training.run import Run
+
+    report = Run(config, output, console).train(resume=options.resume)
+    if not report.finished:
+        console.print(
+            f"Saved after step {report.step}. Resume with:\n  {resume_command(options, output)}", soft_wrap=True
+        )
+        return INTERRUPTED
+    _print_report(console, report)
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """`rlloss show CONFIG`: prints the config with all defaults and overrides."""
+    sys.stdout.write(json.dumps(_load(options).model_dump(mode="json"), indent=2) + "\n")
+    return 0
+
+
+def output_folder(config: str, output: str | None, resume: bool) -> Path:
+    """Returns the folder of a run: the one that is given, or `runs/NAME`, numbered from the second run on.
+
+    Args:
+        config: Path of the config file, whose name names the run.
+        output: The folder, where the user gave one.
+        resume: Take the newest run instead of a fresh folder.
+    """
+    if output is not None:
+        return Path(output)
+    stem = Path(config).stem
+    number = 1
+    while _numbered(stem, number).exists():
+        number += 1
+    if not resume:
+        return _numbered(stem, number)
+    if number == 1:
+        raise ConfigError(f"--resume: there is no run in {_numbered(stem, 1)}. Give its folder with --output DIR.")
+    return _numbered(stem, number - 1)
+
+
+def resume_command(options: argparse.Namespace, output: Path) -> str:
+    """Returns the command that resumes a run."""
+    parts = ["rlloss", "train", options.config, *(f"--set {assignment}" for assignment in options.set)]
+    return " ".join([*parts, "--output", str(output), "--resume"])
+
+
+def _numbered(stem: str, number: int) -> Path:
+    return Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+
+
+def _load(options: argparse.Namespace) -> "TrainConfig":
+    from rlloss.training.config import TrainConfig
+
+    return load_config(options.config, TrainConfig, options.set)
+
+
+def _verb(verbs: Any, name: str, run: Verb, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    parser.set_defaults(verb=run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="Python file that defines `config`")
+    parser.add_argument(
+        "--set", metavar="A.B=C", action="append", default=[], help="set a field of the config; may be repeated"
+    )
+
+
+def _print_report(console: Any, report: "Report") -> None:
+    names = {"start": "at the start", "supervised": "after the warm start", "grpo": "after GRPO"}
+    console.print(f"Greedy exact match on {report.questions} held-out questions:", highlight=False)
+    for phase, exact in report.heldout.items():
+        seconds = f"{report.seconds[phase]:6.1f} s" if phase in report.seconds else ""
+        console.print(f"  {names[phase]:<22}{exact:.3f}  {seconds}", highlight=False)
+    console.print(
+        f"Metrics, curves, checkpoints and the policy are in {report.output}", highlight=False, soft_wrap=True
+    )

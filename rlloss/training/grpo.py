@@ -1,0 +1,165 @@
+"""GRPO: sample groups, score them, compare within each group, and update the policy."""
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import ConfigError
+from rlloss.functional.advantages import grpo_advantages
+from rlloss.losses.grpo import GRPOLossContext
+from rlloss.metrics import Metric, merge, reduce
+from rlloss.training.config import GRPOConfig
+from rlloss.training.model import Policy, TokenBatch
+from rlloss.training.phase import Batch, Phase, accumulate, adapted, label_logprobs, take_rows
+from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
+from rlloss.training.tasks import FULL_SCORE, Question, Task
+
+
+class GRPOPhase(Phase):
+    """Group relative policy optimisation.
+
+    Args:
+        policy: The model.
+        task: Questions and their scores.
+        prompts: Token ids of the training questions.
+        config: Sizes, optimiser, loss.
+        seed: Seed of prompts and sampling.
+    """
+
+    name = "grpo"
+    title = "GRPO"
+
+    def __init__(self, policy: Policy, task: Task, prompts: Sequence[list[int]], config: GRPOConfig, seed: int) -> None:
+        super().__init__(policy, config.steps, config.optimizer)
+        if config.rollout.prompts > len(prompts):
+            raise ConfigError(
+                f"GRPOConfig: rollout.prompts={config.rollout.prompts}, but there are {len(prompts)} training "
+                "questions. Raise task.pool or ask fewer."
+            )
+        self.config = config
+        self.task = task
+        self.loss = adapted(config.loss, {**policy.logit_options, "temperature": config.rollout.temperature})
+        self._prompts = prompts
+        self._seed = seed
+        self._reference: dict[str, Tensor] | None = None
+        if config.loss.use_kl_loss:
+            self._reference = {name: value.clone() for name, value in policy.model.state_dict().items()}
+
+    def step(self, index: int) -> dict[str, float]:
+        """Samples, scores, and updates the policy."""
+        started = time.perf_counter()
+        chosen = random.Random(f"grpo {self._seed} {index}").sample(
+            range(len(self._prompts)), self.config.rollout.prompts
+        )
+        seeds = [prompt_seed(self._seed, index, place) for place in chosen]
+        rollout = sample(self.policy, [self._prompts[place] for place in chosen], seeds, self.config.rollout)
+        rewards = self._rewards(rollout, [self.task.train[place] for place in chosen])
+        sampled = time.perf_counter()
+        advantages = grpo_advantages(rewards, rollout.group_ids, normalize_std=self.config.normalize_std)
+        metrics = _rollout_metrics(rollout, rewards, self.config.rollout.group_size)
+        metrics |= self._optimize(rollout, advantages, index)
+        metrics |= {"seconds_rollout": sampled - started, "seconds_update": time.perf_counter() - sampled}
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Returns the optimiser, and the reference policy where there is one."""
+        return {**super().state(), "reference": self._reference}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        super().restore(state)
+        self._reference = state["reference"]
+
+    def _rewards(self, rollout: Rollout, questions: Sequence[Question]) -> Tensor:
+        size = self.config.rollout.group_size
+        values = [self.task.reward(text, questions[row // size]) for row, text in enumerate(rollout.texts)]
+        return torch.tensor(values, device=self.policy.device)
+
+    def _optimize(self, rollout: Rollout, advantages: Tensor, index: int) -> dict[str, float]:
+        """Makes every optimiser step of one rollout."""
+        rows = torch.arange(len(advantages), device=advantages.device)
+        if self.config.skip_equal_groups:
+            rows = rows[advantages != 0]
+        if not len(rows):
+            return {"updates": 0.0}
+        tokens = rollout.tokens.rows(rows)
+        batch = self._batch(rollout, advantages, rows)
+        gap = (batch["old_logprobs"] - batch["rollout_logprobs"]).abs().max()
+        numbers: dict[str, float] = {"rollout_logprob_gap": float(gap)}
+        parts: list[dict[str, Metric]] = []
+        norms: list[float] = []
+        for epoch in range(self.config.epochs):
+            order = _permutation(len(rows), f"{self._seed} {index} {epoch}").to(rows.device)
+            for update in order.chunk(self.config.updates_per_epoch):
+                parts.append(self._accumulate(tokens, batch, update))
+                if not norms:
+                    numbers["ratio_dev_first_update"] = _deviation(parts[0])
+                done = self.apply_gradients(index)
+                norms.append(done["grad_norm"])
+        numbers |= {"lr": done["lr"], "grad_norm": sum(norms) / len(norms), "updates": float(len(norms))}
+        return {**_mean_losses(reduce(merge(parts)), len(norms)), **numbers}
+
+    def _batch(self, rollout: Rollout, advantages: Tensor, rows: Tensor) -> Batch:
+        tokens, labels = rollout.tokens.rows(rows), rollout.labels[rows]
+        batch = {
+            "shifted_labels": labels,
+            "advantages": advantages[rows],
+            "rollout_logprobs": rollout.rollout_logprobs[rows],
+            "old_logprobs": self._logprobs(tokens, labels),
+        }
+        if self._reference is not None:
+            batch["ref_logprobs"] = self._reference_logprobs(tokens, labels)
+        return batch
+
+    def _accumulate(self, tokens: TokenBatch, batch: Batch, update: Tensor) -> dict[str, Metric]:
+        micro = torch.split(update, self.config.micro_batch_size)
+        contexts = [self.loss.build(take_rows(batch, part)) for part in micro]
+        contexts = GRPOLossContext.build_batches(contexts)
+        return accumulate(self.policy, contexts, [tokens.rows(part) for part in micro])
+
+    def _logprobs(self, tokens: TokenBatch, labels: Tensor) -> Tensor:
+        size, temperature = self.config.micro_batch_size, self.config.rollout.temperature
+        return label_logprobs(self.policy, tokens, labels, size, temperature)
+
+    def _reference_logprobs(self, tokens: TokenBatch, labels: Tensor) -> Tensor:
+        """Evaluates the reference by lending its weights to the model for one pass."""
+        model, reference = self.policy.model, self._reference
+        current = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(reference)
+        try:
+            return self._logprobs(tokens, labels)
+        finally:
+            model.load_state_dict(current)
+
+
+def _rollout_metrics(rollout: Rollout, rewards: Tensor, group_size: int) -> dict[str, float]:
+    grouped = rewards.view(-1, group_size)
+    mixed = grouped.amax(-1) > grouped.amin(-1)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_full": float((rewards >= FULL_SCORE).float().mean()),
+        "groups_mixed": float(mixed.float().mean()),
+        "response_tokens": float((rollout.labels != IGNORE).sum(-1).float().mean()),
+    }
+
+
+def _mean_losses(metrics: dict[str, float], updates: int) -> dict[str, float]:
+    """Divides the losses, which add up over micro-batches, by the number of updates that were merged."""
+    return {
+        name: value / updates if name == "loss" or name.endswith("_loss") else value for name, value in metrics.items()
+    }
+
+
+def _deviation(metrics: dict[str, Metric]) -> float:
+    """Returns the largest |ratio - 1| of an update."""
+    return max(abs(float(metrics["ratio_max"]) - 1.0), abs(float(metrics["ratio_min"]) - 1.0))
+
+
+def _permutation(size: int, key: str) -> Tensor:
+    order = list(range(size))
+    random.Random(f"order {key}").shuffle(order)
+    return torch.tensor(order)

@@ -1,0 +1,154 @@
+"""What a run shows and leaves behind: a progress bar, TensorBoard events, metrics.jsonl, curves.png."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlloss.training.extras import require
+
+METRICS_FILE = "metrics.jsonl"
+CURVES_FILE = "curves.png"
+SHOWN = ("heldout_exact", "reward_mean", "loss", "entropy")
+CURVES = (
+    "heldout_exact",
+    "reward_mean",
+    "loss",
+    "entropy",
+    "approx_kl_k3",
+    "ratio_dev_first_update",
+    "clip_frac_high",
+    "response_tokens",
+    "grad_norm",
+)
+Metrics = Mapping[str, float]
+
+
+class RunLog:
+    """Writes the metrics of a run to every place at once.
+
+    Args:
+        folder: Folder of the run.
+        console: A console of rich; a quiet one shows nothing.
+        done: Steps that are done already: later lines of an interrupted run are removed.
+    """
+
+    def __init__(self, folder: Path, console: Any, done: int = 0) -> None:
+        self.folder = folder
+        self.console = console
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep_lines(folder / METRICS_FILE, done)
+        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        writer = require("torch.utils.tensorboard").SummaryWriter
+        self._events = writer(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        self._progress: Any = None
+        self._bar: Any = None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start_phase(self, title: str, steps: int, done: int) -> None:
+        """Shows a progress bar for a phase, in the place of the one before."""
+        self._stop_bar()
+        progress = require("rich.progress")
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description:<10}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[shown]}"),
+            console=self.console,
+        )
+        self._bar = self._progress.add_task(title, total=steps, completed=done, shown="")
+        self._progress.start()
+
+    def write(self, step: int, phase: str, metrics: Metrics, advance: bool = True) -> None:
+        """Writes the metrics of one step.
+
+        Args:
+            step: Number of the step over all phases, from 1; 0 is what was measured before any.
+            phase: Name of the phase.
+            metrics: Numbers by name.
+            advance: Move the progress bar.
+        """
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "phase": phase, **finite}) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._events.add_scalar(f"{phase}/{name}", value, step)
+        if self._progress is not None:
+            shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
+            self._progress.update(self._bar, advance=int(advance), shown=shown)
+
+    def say(self, text: str) -> None:
+        """Shows a line above the progress bar."""
+        self.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Flushes everything and draws the curves; may be called twice."""
+        self._stop_bar()
+        if self._file.closed:
+            return
+        self._file.close()
+        self._events.close()
+        draw_curves(self.folder)
+
+    def _stop_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics; a last line that was cut off is left out."""
+    path = folder / METRICS_FILE
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def draw_curves(folder: Path) -> None:
+    """Draws the metrics of a run over its steps; without any line, nothing."""
+    lines = read_metrics(folder)
+    names = [name for name in CURVES if any(line.get(name) is not None for line in lines)]
+    if not names:
+        return
+    figure_module = require("matplotlib.figure")
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = figure_module.Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    for place, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        _draw(axes, name, lines)
+    figure.savefig(folder / CURVES_FILE, dpi=110)
+
+
+def _draw(axes: Any, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    for phase in dict.fromkeys(line["phase"] for line in lines):
+        points = [(line["step"], line[name]) for line in lines if line["phase"] == phase and line.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else "", markersize=3, label=phase)
+    axes.set_title(name, fontsize=9)
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _keep_lines(path: Path, done: int) -> None:
+    """Removes the lines of steps that will be made again."""
+    if path.exists():
+        kept = [json.dumps(line) for line in read_metrics(path.parent) if line["step"] <= done]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

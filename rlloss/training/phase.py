@@ -1,0 +1,108 @@
+"""What a phase of training is: something with an optimiser that makes one step at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlloss.losses.config import BaseLossConfig
+from rlloss.losses.context import BaseLossContext
+from rlloss.losses.logprob import LogProbConfig
+from rlloss.metrics import Metric, merge
+from rlloss.training.config import OptimizerConfig
+from rlloss.training.model import Policy, TokenBatch
+from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer
+
+Batch = dict[str, Tensor]
+L = TypeVar("L", bound=BaseLossConfig)
+
+
+class Phase(ABC):
+    """One phase of a run. What a step does depends on its index and on the state only, so that a run can resume.
+
+    Args:
+        policy: The model that is trained.
+        steps: Steps of the phase.
+        config: Its optimiser.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+
+    def __init__(self, policy: Policy, steps: int, config: OptimizerConfig) -> None:
+        self.policy = policy
+        self.steps = steps
+        self.optimizer_config = config
+        self.optimizer = make_optimizer(policy.model, config)
+
+    @abstractmethod
+    def step(self, index: int) -> dict[str, float]:
+        """Makes one step and returns its metrics.
+
+        Args:
+            index: Number of the step, from 0.
+        """
+
+    def apply_gradients(self, index: int) -> dict[str, float]:
+        """Makes one optimiser step with the gradients that were accumulated."""
+        lr = learning_rate(self.optimizer_config, index, self.steps)
+        norm = apply_gradients(self.policy.model, self.optimizer, lr, self.optimizer_config.max_grad_norm)
+        return {"lr": lr, "grad_norm": norm}
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the phase needs to resume, beside the weights."""
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def accumulate(policy: Policy, contexts: Sequence[BaseLossContext], batches: Sequence[TokenBatch]) -> dict[str, Metric]:
+    """Runs forward and backward over the micro-batches of one optimiser step.
+
+    Args:
+        policy: The model.
+        contexts: Calibrated contexts, one for each micro-batch: their losses add up to the loss of the step.
+        batches: The tokens of the micro-batches.
+
+    Returns:
+        The metrics of the step.
+    """
+    extras = []
+    for context, batch in zip(contexts, batches, strict=True):
+        loss, (_, extra) = context.forward(policy.hidden(batch), *policy.head_arguments())
+        loss.backward()  # type: ignore[no-untyped-call]
+        extras.append(extra)
+    return merge(extras)
+
+
+@torch.no_grad()
+def label_logprobs(
+    policy: Policy, tokens: TokenBatch, labels: Tensor, micro_batch_size: int, temperature: float
+) -> Tensor:
+    """Returns the log-probs of labels, `[N, T]`, nats, 0 at ignored positions, by the same head as the loss."""
+    config = adapted(LogProbConfig(mode="chunk", temperature=temperature), policy.logit_options)
+    parts = []
+    for rows in row_blocks(len(labels), micro_batch_size, labels.device):
+        context = config.build({"shifted_labels": labels[rows]})
+        parts.append(context.forward(policy.hidden(tokens.rows(rows)), *policy.head_arguments()).loss)
+    return torch.cat(parts)
+
+
+def adapted(config: L, options: Mapping[str, float]) -> L:
+    """Returns a loss config with some fields set, validated anew."""
+    fields = {name: getattr(config, name) for name in type(config).model_fields}
+    return type(config)(**{**fields, **options})
+
+
+def row_blocks(count: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns the row numbers 0 to `count - 1` in blocks of `size`."""
+    return torch.split(torch.arange(count, device=device), size)
+
+
+def take_rows(batch: Batch, rows: Tensor) -> Batch:
+    """Returns some rows of every tensor of a batch."""
+    return {name: value[rows] for name, value in batch.items()}

@@ -1,0 +1,207 @@
+"""A whole run: its phases one after another, with evaluation, checkpoints, and a report."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlloss.errors import ConfigError
+from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
+from rlloss.training.config import TrainConfig
+from rlloss.training.extras import require
+from rlloss.training.grpo import GRPOPhase
+from rlloss.training.interrupt import StopRequest
+from rlloss.training.logging import RunLog
+from rlloss.training.model import Policy, load_policy
+from rlloss.training.phase import Phase
+from rlloss.training.rollout import greedy
+from rlloss.training.supervised import SupervisedPhase
+from rlloss.training.tasks import FULL_SCORE, Task
+
+REPORT_FILE = "report.json"
+FREE_TO_CHANGE = ("checkpoint", "evaluation", "device")
+"""Sections of the config that may differ when a run resumes."""
+
+
+@dataclass
+class Report:
+    """What a run has reached."""
+
+    output: str
+    finished: bool = False
+    step: int = 0
+    """Steps of all phases that are done."""
+    heldout: dict[str, float] = field(default_factory=dict)
+    """Greedy exact match on the held-out questions at the start, and after each phase."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase, evaluations included."""
+    questions: int = 0
+    """Held-out questions."""
+
+
+class Run:
+    """One run in one folder.
+
+    Args:
+        config: What to do.
+        output: Folder of the run.
+        console: A console of rich; None shows nothing.
+    """
+
+    def __init__(self, config: TrainConfig, output: Path, console: Any = None) -> None:
+        self.config = config
+        self.output = output
+        self.console = console or require("rich.console").Console(quiet=True)
+        self.checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
+        self.report = Report(str(output))
+        _seed_everything(config)
+        self.task = Task(config.task)
+        self.report.questions = len(self.task.heldout)
+        texts = [text for part in (self.task.train, self.task.heldout) for q in part for text in (q.prompt, q.answer)]
+        self.policy: Policy = load_policy(config.model, texts, config.device)
+
+    def train(self, resume: bool = False) -> Report:
+        """Runs every phase that is not done yet.
+
+        Args:
+            resume: Go on from the newest checkpoint in the folder.
+
+        Returns:
+            The report; `finished` is False when Ctrl-C stopped the run, which then saved a checkpoint.
+
+        Raises:
+            ConfigError: `resume` without a checkpoint, or with a config that differs; or a folder in use.
+        """
+        state = self._load() if resume else None
+        if state is None and self.checkpoints.saved():
+            raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
+        with RunLog(self.output, self.console, self.report.step) as log:
+            (self.output / "config.json").write_text(json.dumps(self._config(), indent=2))
+            with StopRequest(lambda: log.say("stopping after this step; press Ctrl-C again to stop at once")) as stop:
+                self.report.finished = self._run_phases(log, stop, state)
+        (self.output / REPORT_FILE).write_text(json.dumps(asdict(self.report), indent=2))
+        if self.report.finished:
+            self.policy.save(self.output / "policy")
+        return self.report
+
+    def evaluate(self) -> dict[str, float]:
+        """Answers the held-out questions greedily; returns exact matches and the mean score, both as fractions."""
+        task, questions = self.task, self.task.heldout
+        length = self.config.grpo.rollout.max_new_tokens
+        prompts = [self._encode(question.prompt) for question in questions]
+        texts = greedy(self.policy, prompts, length, self.config.evaluation.batch_size)
+        scores = [task.score(text, question) for text, question in zip(texts, questions, strict=True)]
+        exact = sum(score >= FULL_SCORE for score in scores)
+        return {"heldout_exact": exact / len(questions), "heldout_score": sum(scores) / len(questions)}
+
+    def _run_phases(self, log: RunLog, stop: StopRequest, state: dict[str, Any] | None) -> bool:
+        """Returns whether all phases came to their end."""
+        phases: dict[str, tuple[int, Callable[[], Phase]]] = {
+            SupervisedPhase.name: (self.config.supervised.steps, self._supervised),
+            GRPOPhase.name: (self.config.grpo.steps, self._grpo),
+        }
+        order = [name for name, (steps, _) in phases.items() if steps]
+        current = state["phase"] if state else None
+        for name in order[order.index(current) if current else 0 :]:
+            phase = phases[name][1]()
+            done = 0
+            if state is not None and name == current:
+                phase.restore(state["phase_state"])
+                restore_random_states(state["random"])
+                done = state["phase_step"]
+            elif not self.report.heldout:
+                self._record(log, "start", self.evaluate())
+            if not self._run_phase(phase, log, stop, done):
+                return False
+        return True
+
+    def _run_phase(self, phase: Phase, log: RunLog, stop: StopRequest, done: int) -> bool:
+        log.start_phase(phase.title, phase.steps, done)
+        seconds = self.report.seconds.get(phase.name, 0.0) - time.perf_counter()
+        every = self.config.evaluation.every
+        for index in range(done, phase.steps):
+            metrics = phase.step(index)
+            last = index + 1 == phase.steps
+            if last or (every and (index + 1) % every == 0):
+                metrics |= self.evaluate()
+            self.report.step += 1
+            self.report.seconds[phase.name] = seconds + time.perf_counter()
+            log.write(self.report.step, phase.name, metrics)
+            if last:
+                self.report.heldout[phase.name] = metrics["heldout_exact"]
+            if last or stop.requested or (index + 1) % self.config.checkpoint.every == 0:
+                self._save(phase, index + 1)
+            if stop.requested and not last:
+                return False
+        log.say(f"{phase.title}: held-out exact match {self.report.heldout[phase.name]:.3f}")
+        return not stop.requested
+
+    def _record(self, log: RunLog, name: str, metrics: dict[str, float]) -> None:
+        self.report.heldout[name] = metrics["heldout_exact"]
+        log.write(self.report.step, name, metrics, advance=False)
+
+    def _encode(self, prompt: str) -> list[int]:
+        return self.policy.encode_prompt(prompt, self.config.task.chat_template)
+
+    def _supervised(self) -> Phase:
+        pairs = [(self._encode(q.prompt), self.policy.encode(q.answer)) for q in self.task.train]
+        return SupervisedPhase(self.policy, pairs, self.config.supervised, self.config.seed)
+
+    def _grpo(self) -> Phase:
+        prompts = [self._encode(question.prompt) for question in self.task.train]
+        return GRPOPhase(self.policy, self.task, prompts, self.config.grpo, self.config.seed)
+
+    def _config(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json")
+
+    def _save(self, phase: Phase, done: int) -> None:
+        state = {
+            "phase": phase.name,
+            "phase_step": done,
+            "phase_state": phase.state(),
+            "model": self.policy.model.state_dict(),
+            "random": random_states(),
+            "report": asdict(self.report),
+        }
+        self.checkpoints.save(self.report.step, state, self._config())
+
+    def _load(self) -> dict[str, Any]:
+        state = self.checkpoints.load(self.config.device)
+        _check_same(self.checkpoints.config(), self._config())
+        self.policy.model.load_state_dict(state["model"])
+        self.report = Report(**{**state["report"], "output": str(self.output)})
+        return state
+
+
+def _seed_everything(config: TrainConfig) -> None:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    random.seed(config.seed)
+    require("numpy").random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to resume under another config: the steps to come would not be those of the run."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    changed = [
+        f"{path} was {old.get(path)!r} and is {new.get(path)!r}"
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path) and path.partition(".")[0] not in FREE_TO_CHANGE
+    ]
+    if changed:
+        raise ConfigError(
+            f"--resume: the config differs from the checkpoint's: {'; '.join(changed[:3])}. "
+            "Take the same values, or start another run with --output."
+        )
+
+
+def _flat(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        return [(path, value)]
+    return [item for key, inner in value.items() for item in _flat(inner, f"{path}.{key}" if path else str(key))]

@@ -1,0 +1,70 @@
+"""Supervised warm start: cross-entropy on prompts with their right answers."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlloss.losses.ce import CELossContext
+from rlloss.metrics import reduce
+from rlloss.training.config import SupervisedConfig
+from rlloss.training.model import Policy, TokenBatch
+from rlloss.training.phase import Phase, accumulate, adapted, row_blocks
+from rlloss.training.rollout import IGNORE
+
+
+class SupervisedPhase(Phase):
+    """Cross-entropy on the answers.
+
+    Args:
+        policy: The model.
+        pairs: Token ids of prompt and answer, one pair for each training question.
+        config: Sizes, optimiser, loss.
+        seed: Seed of the order.
+    """
+
+    name = "supervised"
+    title = "warm start"
+
+    def __init__(
+        self, policy: Policy, pairs: Sequence[tuple[list[int], list[int]]], config: SupervisedConfig, seed: int
+    ) -> None:
+        super().__init__(policy, config.steps, config.optimizer)
+        self.config = config
+        self.loss = adapted(config.loss, policy.logit_options)
+        self._pairs = pairs
+        self._seed = seed
+
+    def step(self, index: int) -> dict[str, float]:
+        """Makes one optimiser step on a batch of questions."""
+        chosen = random.Random(f"supervised {self._seed} {index}").choices(self._pairs, k=self.config.batch_size)
+        tokens, labels = supervised_batch(self.policy, chosen)
+        rows = row_blocks(len(chosen), self.config.micro_batch_size, labels.device)
+        contexts = [self.loss.build({"shifted_labels": labels[part]}) for part in rows]
+        contexts = CELossContext.build_batches(contexts)
+        metrics = accumulate(self.policy, contexts, [tokens.rows(part) for part in rows])
+        return {**reduce(metrics), **self.apply_gradients(index)}
+
+
+def supervised_batch(policy: Policy, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[TokenBatch, Tensor]:
+    """Lays out prompts, padded on the left as for generation, and answers, closed and padded on the right.
+
+    Args:
+        policy: Gives padding and end-of-sequence tokens.
+        pairs: Token ids of prompts and answers.
+
+    Returns:
+        Input tokens `[N, T]`, and labels `[N, T]`, -100 in prompts and padding.
+    """
+    left = policy.left_padded([prompt for prompt, _ in pairs])
+    answers = [[*answer, policy.eos_ids[0]] for _, answer in pairs]
+    width = max(len(answer) for answer in answers)
+    padded = [answer + [IGNORE] * (width - len(answer)) for answer in answers]
+    right = torch.tensor(padded, device=policy.device)
+    there = right != IGNORE
+    ids = torch.cat([left.input_ids, right.masked_fill(~there, policy.pad_id)], -1)
+    mask = torch.cat([left.attention_mask, there.long()], -1)
+    labels = torch.full_like(ids[:, 1:], IGNORE)
+    labels[:, left.input_ids.shape[1] - 1 :] = right
+    return TokenBatch(ids[:, :-1], mask[:, :-1]), labels
