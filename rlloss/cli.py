@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlloss.cli_check import run_check
+from rlloss.cli_list import run_list
 from rlloss.config_file import load_config
 from rlloss.errors import ConfigError, RLLossError
 
@@ -42,6 +44,10 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, bit for bit")
     train.add_argument("--output", metavar="DIR", help="folder of the run (default: runs/NAME, numbered)")
     _add_config(_verb(verbs, "show", run_show, "print the resolved config as JSON"))
+    _verb(verbs, "list", run_list, "list policy losses, reductions, KL kinds and modes")
+    check = _verb(verbs, "check", run_check, "try every loss of a config file on random data")
+    _add_config(check)
+    check.add_argument("--seed", type=int, default=0, help="seed of the random data")
     return parser
 
 

@@ -77,6 +77,7 @@ class PolicyLoss:
         needs: Names of its arguments.
         level_of: Level, or config -> level.
         reduction: Reduction that its paper uses, where that is not `token`.
+        surrogate: Whether its gradient is meant not to be the slope of its value (a stop-gradient in the formula).
     """
 
     name: str
@@ -85,6 +86,7 @@ class PolicyLoss:
     needs: frozenset[str]
     level_of: LevelOf
     reduction: Reduction | None = None
+    surrogate: bool = False
 
     def level(self, policy_loss_cfg: Any) -> Level:
         """Returns the level under a given config."""
@@ -110,6 +112,7 @@ def register_policy_loss(
     aliases: tuple[str, ...] = (),
     level: LevelOf | None = None,
     reduction: Reduction | None = None,
+    surrogate: bool = False,
 ) -> Callable[[F], F]:
     """Registers a policy loss under a name.
 
@@ -119,7 +122,8 @@ def register_policy_loss(
         aliases: Other names.
         level: "token", "sequence" or "step", or a function of the config. By default a function that asks for
             `segments` is sequence-level, any other token-level.
-        reduction: Reduction that the loss's paper uses; the default of `loss_reduction` for it.
+        reduction: Reduction that the loss's paper uses, for `rlloss list`.
+        surrogate: The formula has a stop-gradient, so that its gradient is not the slope of its value.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -129,7 +133,9 @@ def register_policy_loss(
     """
 
     def decorate(fn: F) -> F:
-        _REGISTRY.add(name, _entry(name, fn, config, level, reduction), aliases)
+        needs = _arguments(name, fn)
+        entry = PolicyLoss(name, fn, config, needs, level or _default_level(needs), reduction, surrogate)
+        _REGISTRY.add(name, entry, aliases)
         return fn
 
     return decorate
@@ -143,6 +149,11 @@ def unregister_policy_loss(name: str) -> None:
 def policy_loss_names() -> list[str]:
     """Returns the names of all registered policy losses."""
     return list(_REGISTRY)
+
+
+def policy_loss_aliases(name: str) -> tuple[str, ...]:
+    """Returns the other names of a registered policy loss."""
+    return _REGISTRY.aliases_of(name)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
@@ -161,18 +172,14 @@ def get_policy_loss(name: str) -> PolicyLoss:
             f"policy loss {name!r} could not be imported: {error}. Give package.module.function."
         ) from error
     registered = next((_REGISTRY.get(known) for known in _REGISTRY if _REGISTRY.get(known).fn is fn), None)
-    return registered or _entry(name, fn, None, None, None)
-
-
-def _entry(
-    name: str,
-    fn: PolicyFn,
-    config: type[PolicyLossConfig] | None,
-    level: LevelOf | None,
-    reduction: Reduction | None,
-) -> PolicyLoss:
+    if registered is not None:
+        return registered
     needs = _arguments(name, fn)
-    return PolicyLoss(name, fn, config, needs, level or ("sequence" if "segments" in needs else "token"), reduction)
+    return PolicyLoss(name, fn, None, needs, _default_level(needs))
+
+
+def _default_level(needs: frozenset[str]) -> Level:
+    return "sequence" if "segments" in needs else "token"
 
 
 def _arguments(name: str, fn: PolicyFn) -> frozenset[str]:
