@@ -123,6 +123,31 @@ class EffectiveSampleSize(Moments):
         return torch.where(denominator > 0, self.total.square() / denominator.clamp(min=1e-300), 0.0)
 
 
+@dataclass(frozen=True)
+class ExplainedVariance(Metric):
+    """`1 - Var(target - predicted) / Var(target)` from named sums; 1 is perfect, below 0 is worse than a constant."""
+
+    count: Tensor
+    error: Tensor
+    error_sq: Tensor
+    target: Tensor
+    target_sq: Tensor
+
+    def compute(self) -> Tensor:
+        """Returns the fraction, and 0 where the targets do not vary."""
+        spread = Moments(self.count, self.target, self.target_sq).variance()
+        missed = Moments(self.count, self.error, self.error_sq).variance()
+        return torch.where(spread > 0, 1.0 - missed / spread.clamp(min=1e-300), 0.0)
+
+
+def explained_variance_of(predicted: Tensor, target: Tensor) -> ExplainedVariance:
+    """Returns how much of the variance of a tensor another one of its shape predicts."""
+    target = target.detach().double()
+    error = target - predicted.detach().double()
+    count = target.new_tensor(float(target.numel()))
+    return ExplainedVariance(count, error.sum(), error.square().sum(), target.sum(), target.square().sum())
+
+
 def mean_of(values: Tensor) -> Mean:
     """Returns the mean metric of a tensor of numbers."""
     values = values.detach().double()

@@ -1,0 +1,172 @@
+"""PPO: the actor, and actor and critic together on one backbone."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from rlloss.errors import BatchError
+from rlloss.heads import TokenStats, run_head
+from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
+from rlloss.losses.kwargs import TokenTensor
+from rlloss.losses.output import LossOutput
+from rlloss.losses.policy_registry import policy_loss_defaults
+from rlloss.losses.terms import Term, evaluate
+from rlloss.losses.value import ValueStats, check_value_fields, predict_values, value_term
+from rlloss.metrics import Metric
+
+
+class PPOLossConfig(GRPOLossConfig):
+    """The actor of PPO (arXiv:1707.06347): GRPO's class with PPO's defaults.
+
+    The clip is the paper's, `1 +- 0.2` without the dual clip, and a KL penalty lies in the rewards, not in the loss.
+    """
+
+    @field_validator("policy_loss_cfg", mode="before")
+    @classmethod
+    def _without_dual_clip(cls, given: Any) -> Any:
+        return policy_loss_defaults(given, "vanilla", {"clip_ratio_c": None})
+
+    @property
+    def loss_ctx_cls(self) -> type["PPOLossContext"]:
+        """`PPOLossContext`."""
+        return PPOLossContext
+
+    @property
+    def _loss_kwargs_cls(self) -> type["PPOLossKwargs"]:
+        return PPOLossKwargs
+
+
+class PPOLossKwargs(GRPOLossKwargs):
+    """Tensors of a PPO actor."""
+
+
+class PPOLossContext(GRPOLossContext):
+    """The actor on one micro-batch."""
+
+    loss_cfg: PPOLossConfig
+    loss_kwargs: PPOLossKwargs
+
+
+class ActorCriticLossConfig(PPOLossConfig):
+    """Actor and critic on one backbone: `actor loss + vf_coef * value loss`, the metrics of both.
+
+    Example:
+        >>> from rlloss import ActorCriticLossConfig
+        >>> ActorCriticLossConfig(mode="chunk").vf_coef
+        0.1
+    """
+
+    vf_coef: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    """Factor of the value term."""
+    cliprange_value: float | None = Field(default=0.2, gt=0.0)
+    """How far a value may move from the old one before the clip binds; None leaves the clip out (no old values)."""
+    huber_delta: float | None = Field(default=None, gt=0.0)
+    """Huber's loss, linear beyond this error; None is half the squared error."""
+
+    @property
+    def loss_ctx_cls(self) -> type["ActorCriticLossContext"]:
+        """`ActorCriticLossContext`."""
+        return ActorCriticLossContext
+
+    @property
+    def _loss_kwargs_cls(self) -> type["ActorCriticLossKwargs"]:
+        return ActorCriticLossKwargs
+
+    def terms(self) -> tuple[Term, ...]:
+        """The actor's terms and the value term."""
+        return (*self.actor_terms(), value_term(self, self.vf_coef))
+
+    def actor_terms(self) -> tuple[Term, ...]:
+        """Policy, KL and entropy."""
+        return super().terms()
+
+
+class ActorCriticLossKwargs(PPOLossKwargs):
+    """Tensors of actor and critic.
+
+    Attributes:
+        returns: What the critic should have said.
+        values: What it said when the returns were made.
+        value_loss_weight: Token weights of the value term, `vf_coef` included.
+    """
+
+    returns: TokenTensor = None
+    values: TokenTensor = None
+    value_loss_weight: TokenTensor = None
+
+
+class ActorCriticLossContext(PPOLossContext):
+    """Actor and critic on one micro-batch."""
+
+    loss_cfg: ActorCriticLossConfig
+    loss_kwargs: ActorCriticLossKwargs
+
+    def prepare(self) -> Tensor | None:
+        """Checks the tensors of both; a token with an infinite log-prob leaves the step for both."""
+        check_value_fields(self.loss_cfg, self.loss_kwargs)
+        return super().prepare()
+
+    def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+        """Sums the actor's terms; the value term is added in `forward`, it does not look at log-probs."""
+        return evaluate(self.loss_cfg.actor_terms(), stats, loss_kwargs)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        head_weight: Tensor,
+        head_bias: Tensor | None = None,
+        value_weight: Tensor | None = None,
+        value_bias: Tensor | None = None,
+    ) -> LossOutput:
+        """Computes both losses of this micro-batch from the same hidden states.
+
+        Args:
+            hidden_states: `[B, T, H]`.
+            head_weight: `[V, H]`.
+            head_bias: `[V]` or None.
+            value_weight: `[1, H]` or `[H]`; required.
+            value_bias: `[1]` or None.
+
+        Returns:
+            Their sum, logits in eager mode, and the metrics of both; see `BaseLossContext.forward`.
+
+        Raises:
+            BatchError: `value_weight` is missing, or a shape does not fit.
+        """
+        if value_weight is None:
+            raise BatchError(
+                "ActorCriticLossContext.forward got no value_weight; expected the value head [1, H]. For an actor "
+                "alone use PPOLossConfig."
+            )
+        values = predict_values(hidden_states, value_weight, value_bias, self.layout)
+        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
+        return self._with_values(output.loss, output.logits, dict(output.metrics), values)
+
+    __call__ = forward
+
+    def forward_log_probs(
+        self, log_probs: Tensor, entropy: Tensor | None = None, values: Tensor | None = None
+    ) -> LossOutput:
+        """Computes both losses from what an engine already has.
+
+        Args:
+            log_probs: `[B, T]`, nats.
+            entropy: `[B, T]`, nats, where the loss needs it.
+            values: `[B, T]`; required.
+        """
+        expected = tuple(self.loss_kwargs.shifted_labels.shape)
+        if values is None or tuple(values.shape) != expected:
+            given = "nothing" if values is None else f"shape {tuple(values.shape)}"
+            raise BatchError(f"forward_log_probs got {given} as values, expected {expected}, that of shifted_labels.")
+        loss, metrics = self._loss_of_log_probs(log_probs, entropy)
+        return self._with_values(loss, None, metrics, self.layout.take(values.to(loss.dtype)))
+
+    def _with_values(
+        self, actor_loss: Tensor, logits: Tensor | None, metrics: dict[str, Any], values: Tensor
+    ) -> LossOutput:
+        flat = self.loss_kwargs.take(self.layout)
+        critic = (value_term(self.loss_cfg, self.loss_cfg.vf_coef),)
+        loss, found = evaluate(critic, ValueStats(values, self.layout.segments), flat)
+        return self._finish(actor_loss + loss.to(actor_loss.dtype), logits, {**metrics, **found})
