@@ -4,6 +4,9 @@ from rlloss import errors, metrics
 from rlloss.functional.kl import kl_penalty
 from rlloss.heads import TokenStats, gather_logprobs
 from rlloss.losses import (
+    ActorCriticLossConfig,
+    ActorCriticLossContext,
+    ActorCriticLossKwargs,
     BaseLossConfig,
     BaseLossContext,
     BaseLossKwargs,
@@ -23,9 +26,15 @@ from rlloss.losses import (
     PerSequence,
     PerToken,
     PolicyLossConfig,
+    PPOLossConfig,
+    PPOLossContext,
+    PPOLossKwargs,
     RolloutImportanceSampling,
     Term,
     Totals,
+    ValueLossConfig,
+    ValueLossContext,
+    ValueLossKwargs,
     get_policy_loss,
     policy_loss_names,
     register_policy_loss,
@@ -35,6 +44,9 @@ from rlloss.losses import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActorCriticLossConfig",
+    "ActorCriticLossContext",
+    "ActorCriticLossKwargs",
     "BaseLossConfig",
     "BaseLossContext",
     "BaseLossKwargs",
@@ -51,6 +63,9 @@ __all__ = [
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
+    "PPOLossConfig",
+    "PPOLossContext",
+    "PPOLossKwargs",
     "PerSequence",
     "PerToken",
     "PolicyLossConfig",
@@ -58,6 +73,9 @@ __all__ = [
     "Term",
     "TokenStats",
     "Totals",
+    "ValueLossConfig",
+    "ValueLossContext",
+    "ValueLossKwargs",
     "errors",
     "gather_logprobs",
     "get_policy_loss",

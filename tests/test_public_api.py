@@ -15,6 +15,8 @@ from rlloss import errors
 NAMES = """
 CELossConfig CELossContext CELossKwargs GRPOLossConfig GRPOLossContext GRPOLossKwargs LogProbConfig LogProbContext
 LogProbKwargs LossOutput RolloutImportanceSampling Totals
+PPOLossConfig PPOLossContext PPOLossKwargs ValueLossConfig ValueLossContext ValueLossKwargs
+ActorCriticLossConfig ActorCriticLossContext ActorCriticLossKwargs
 BaseLossConfig BaseLossContext BaseLossKwargs BaseRLLossConfig BaseRLLossContext BaseRLLossKwargs PerSequence PerToken
 PolicyLossConfig Term TokenStats get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
 gather_logprobs kl_penalty

@@ -16,11 +16,23 @@ from rlloss.losses.policy_registry import (
     register_policy_loss,
     unregister_policy_loss,
 )
+from rlloss.losses.ppo import (
+    ActorCriticLossConfig,
+    ActorCriticLossContext,
+    ActorCriticLossKwargs,
+    PPOLossConfig,
+    PPOLossContext,
+    PPOLossKwargs,
+)
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext, BaseRLLossKwargs
 from rlloss.losses.rollout_is import RolloutImportanceSampling
 from rlloss.losses.terms import Term
+from rlloss.losses.value import ValueLossConfig, ValueLossContext, ValueLossKwargs
 
 __all__ = [
+    "ActorCriticLossConfig",
+    "ActorCriticLossContext",
+    "ActorCriticLossKwargs",
     "BaseLossConfig",
     "BaseLossContext",
     "BaseLossKwargs",
@@ -38,6 +50,9 @@ __all__ = [
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
+    "PPOLossConfig",
+    "PPOLossContext",
+    "PPOLossKwargs",
     "PerSequence",
     "PerToken",
     "PolicyLossConfig",
@@ -45,6 +60,9 @@ __all__ = [
     "StrictModel",
     "Term",
     "Totals",
+    "ValueLossConfig",
+    "ValueLossContext",
+    "ValueLossKwargs",
     "VanillaConfig",
     "get_policy_loss",
     "policy_loss_names",

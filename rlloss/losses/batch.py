@@ -1,6 +1,6 @@
 """From a user's batch mapping to kwargs: every check of a batch, and the one host read of `build`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,6 +62,19 @@ def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
             f"{name} has shape {tuple(value.shape)}, expected {tuple(loss_kwargs.shifted_labels.shape)}, the shape of "
             f"shifted_labels."
         )
+
+
+def refuse_nan(loss_kwargs: BaseLossKwargs, names: Sequence[str], ignore_idx: int) -> None:
+    """Refuses NaN at tokens that count; one host synchronisation for each tensor.
+
+    Raises:
+        BatchError: There is one.
+    """
+    counted = loss_kwargs.shifted_labels != ignore_idx
+    for name in names:
+        bad = int((torch.isnan(getattr(loss_kwargs, name)) & counted).sum())
+        if bad:
+            raise BatchError(f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from.")
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,10 @@ class BaseLossContext:
             log_probs: `[B, T]` of the labels, nats, with a graph; ignored positions may hold anything.
             entropy: `[B, T]`, nats, where the loss needs it.
         """
+        loss, metrics = self._loss_of_log_probs(log_probs, entropy)
+        return self._finish(loss, None, metrics)
+
+    def _loss_of_log_probs(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
         for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
             if tensor is not None and tuple(tensor.shape) != expected:
@@ -176,7 +180,7 @@ class BaseLossContext:
         taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
         stats = TokenStats(layout.take(wide), taken, layout.segments, flat.shifted_labels.long())
         loss, metrics = self.token_loss(stats, flat)
-        return self._finish(loss, None, dict(metrics))
+        return loss, dict(metrics)
 
     @property
     def layout(self) -> TokenLayout:

@@ -119,6 +119,7 @@ def _ratio_metrics(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Metric]:
         "ratio_max": max_of(ratio),
         "ess": moments_of(ratio, EffectiveSampleSize),
         "approx_kl_k1": mean_of(-log_ratio),
+        "approx_kl_k2": mean_of(0.5 * log_ratio.square()),
         "approx_kl_k3": mean_of(ratio - 1.0 - log_ratio.clamp(-20.0, 20.0)),
     }
 

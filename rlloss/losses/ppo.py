@@ -10,7 +10,7 @@ from rlloss.heads import TokenStats, run_head
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import TokenTensor
 from rlloss.losses.output import LossOutput
-from rlloss.losses.policy_registry import policy_loss_defaults
+from rlloss.losses.policy_registry import get_policy_loss
 from rlloss.losses.terms import Term, evaluate
 from rlloss.losses.value import ValueStats, check_value_fields, predict_values, value_term
 from rlloss.metrics import Metric
@@ -22,10 +22,12 @@ class PPOLossConfig(GRPOLossConfig):
     The clip is the paper's, `1 +- 0.2` without the dual clip, and a KL penalty lies in the rewards, not in the loss.
     """
 
-    @field_validator("policy_loss_cfg", mode="before")
+    @field_validator("policy_loss_cfg", mode="plain")
     @classmethod
-    def _without_dual_clip(cls, given: Any) -> Any:
-        return policy_loss_defaults(given, "vanilla", {"clip_ratio_c": None})
+    def _resolve_policy_loss(cls, given: Any) -> Any:
+        if isinstance(given, dict) and get_policy_loss(given.get("loss_type") or "vanilla").name == "vanilla":
+            given = {"clip_ratio_c": None, **given}
+        return GRPOLossConfig._resolve_policy_loss(given)
 
     @property
     def loss_ctx_cls(self) -> type["PPOLossContext"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.kl import kl_penalty, resolve_kl_kind
 from rlloss.heads import TokenStats
-from rlloss.losses.batch import check_field
+from rlloss.losses.batch import check_field, refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
@@ -152,7 +152,8 @@ class BaseRLLossContext(BaseLossContext):
         used = [name for name in _LOG_PROBS if getattr(kwargs, name) is not None and self._uses(name)]
         for name in (*used, "advantages", "is_weights"):
             check_field(kwargs, name)
-        self._check_finite((*used, "advantages"))
+        if self.loss_cfg.check_finite:
+            refuse_nan(kwargs, (*used, "advantages"), self.loss_cfg.ignore_idx)
         leaves = None
         for name in used:
             infinite = torch.isinf(getattr(kwargs, name))
@@ -164,14 +165,3 @@ class BaseRLLossContext(BaseLossContext):
 
     def _way_out(self, missing: list[str]) -> str:
         return ", or set on_policy=True" if "old_logprobs" in missing else ""
-
-    def _check_finite(self, names: tuple[str, ...]) -> None:
-        if not self.loss_cfg.check_finite:
-            return
-        counted = self.loss_kwargs.shifted_labels != self.loss_cfg.ignore_idx
-        for name in names:
-            bad = int((torch.isnan(getattr(self.loss_kwargs, name)) & counted).sum())
-            if bad:
-                raise BatchError(
-                    f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from."
-                )

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlloss.errors import NotCalibratedError
-from rlloss.heads import TokenStats
 from rlloss.metrics import Metric, Sum
 
 Level = Literal["token", "sequence", "step"]
@@ -16,8 +15,9 @@ LEVELS = ("token", "sequence", "step")
 
 Reduction = Literal["token", "sample", "square", "sequence_sum", "constant", "prompt", "sum"]
 
-TermFn = Callable[[TokenStats, Any], tuple[Tensor, dict[str, Metric]]]
-"""Stats and flat kwargs of the tokens that count -> numbers `[N]` (weighted later) or a scalar that already is."""
+TermFn = Callable[[Any, Any], tuple[Tensor, dict[str, Metric]]]
+"""Stats (`TokenStats`, of a critic `ValueStats`) and flat kwargs of the tokens that count ->
+numbers `[N]` (weighted later) or a scalar that already is."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Term:
         return self.level == "sequence" or self.reduction not in ("token", "sum")
 
 
-def evaluate(terms: Sequence[Term], stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+def evaluate(terms: Sequence[Term], stats: NamedTuple, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
     """Sums the terms over the given tokens.
 
     Args:
         terms: The terms of the loss.
-        stats: Numbers of the model for the tokens that count.
+        stats: Numbers of the model for the tokens that count; the first field is `[N]`.
         loss_kwargs: Flat kwargs of the same tokens.
 
     Returns:
@@ -73,7 +73,7 @@ def evaluate(terms: Sequence[Term], stats: TokenStats, loss_kwargs: Any) -> tupl
     Raises:
         NotCalibratedError: A weight that a term multiplies with is None.
     """
-    total = stats.log_prob.new_zeros(())
+    total: Tensor = stats[0].new_zeros(())
     metrics: dict[str, Metric] = {}
     for term in terms:
         weights = getattr(loss_kwargs, term.weight_name)

@@ -146,7 +146,7 @@ def predict_values(
             f"hidden_states has shape {tuple(hidden_states.shape)}, expected ({layout.shape[0]}, {layout.shape[1]}, H)."
         )
     if tuple(value_weight.shape) not in ((1, width), (width,)):
-        raise BatchError(f"value_weight has shape {tuple(value_weight.shape)}, expected (1, {width}), a head of one row.")
+        raise BatchError(f"value_weight has shape {tuple(value_weight.shape)}, expected (1, {width}).")
     if value_bias is not None and value_bias.numel() != 1:
         raise BatchError(f"value_bias has shape {tuple(value_bias.shape)}, expected (1,).")
     with torch.autocast(hidden_states.device.type, enabled=False):
