@@ -223,7 +223,7 @@ def test_configs() -> None:
 def test_mistakes_are_named() -> None:
     batch = one_row([1, 1], returns=torch.zeros(1, 2))
     hidden = torch.zeros(1, 2, 3)
-    with pytest.raises(BatchError, match="values.*cliprange_value=None"):
+    with pytest.raises(BatchError, match=r"values.*cliprange_value=None"):
         ValueLossContext.build_batches([ValueLossConfig().build(batch)])
     with pytest.raises(BatchError, match="needs returns, values"):
         ValueLossContext.build_batches([ValueLossConfig().build(one_row([1, 1]))])
