@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from rlloss.errors import ConfigError, nearest
 
@@ -20,7 +21,7 @@ def load_config(path: str | Path, kind: type[M], overrides: Sequence[str] = ()) 
     Args:
         path: A Python file that defines `config`.
         kind: What `config` has to be.
-        overrides: Assignments `a.b=c`, applied in order and validated like the rest.
+        overrides: Assignments `a.b=c`, validated like the rest.
 
     Raises:
         ConfigError: The file is missing or broken, or has no such `config`, or an override does not fit.
@@ -30,36 +31,40 @@ def load_config(path: str | Path, kind: type[M], overrides: Sequence[str] = ()) 
         raise ConfigError(f"{path} defines no `config`. Add a line: config = {kind.__name__}(...)")
     if not isinstance(config, kind):
         raise ConfigError(f"{path}: `config` is a {type(config).__name__}, expected a {kind.__name__}.")
-    for assignment in overrides:
-        config = override(config, assignment)
-    return config
+    return override(config, overrides)
 
 
-def override(config: M, assignment: str) -> M:
-    """Returns a config with one field set.
+def override(config: M, assignments: Sequence[str]) -> M:
+    """Returns a config with some fields set, all at once: only the result has to be valid.
 
     Args:
         config: It is not changed.
-        assignment: `a.b=c`. The value is a Python literal, or `true`, `false`, `null`, or else a string.
+        assignments: Each `a.b=c`. A value is a Python literal, or `true`, `false`, `null`, or else a string; the last
+            of several to one field counts.
 
     Raises:
-        ConfigError: There is no such field, or the value does not fit it.
+        ConfigError: There is no such field, or a value does not fit it.
     """
-    path, sign, text = assignment.partition("=")
-    names = path.strip().split(".")
-    if not sign or not all(names):
-        raise ConfigError(f"--set {assignment}: expected a.b=c, for instance --set seed=1")
-    value = _literal(text.strip())
+    tree: dict[str, Any] = {}
+    for assignment in assignments:
+        path, sign, text = assignment.partition("=")
+        *parents, last = path.strip().split(".")
+        if not sign or not all([*parents, last]):
+            raise ConfigError(f"--set {assignment}: expected a.b=c, for instance --set seed=1")
+        branch = tree
+        for name in parents:
+            inner = branch.get(name)
+            branch[name] = branch = inner if isinstance(inner, dict) else {}
+        branch[last] = _Text(text.strip())
     try:
-        replaced: M = _replaced(config, names, value)
+        replaced: M = _replaced(config, tree) if tree else config
     except ConfigError as error:
-        if isinstance(value, str):
-            raise ConfigError(f"--set {assignment}: {error}") from error
-        try:
-            replaced = _replaced(config, names, text.strip())  # a field that wants a string such as "1e3"
-        except ConfigError:
-            raise ConfigError(f"--set {assignment}: {error}") from error
+        raise ConfigError(f"{' '.join(f'--set {assignment}' for assignment in assignments)}: {error}") from error
     return replaced
+
+
+class _Text(str):
+    """A value as it was typed."""
 
 
 def _module_variables(path: Path) -> dict[str, Any]:
@@ -81,27 +86,44 @@ def _module_variables(path: Path) -> dict[str, Any]:
     return vars(module)
 
 
-def _literal(text: str) -> Any:
-    words = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _replaced(holder: Any, names: Sequence[str], value: Any) -> Any:
-    """Returns a copy of a model or dict with the field at a path set; every model on the way is validated anew."""
-    name, rest = names[0], names[1:]
+def _replaced(holder: Any, tree: Mapping[str, Any]) -> Any:
+    """Returns a copy of a model or dict with the fields of a tree set; every model on the way is validated anew."""
     if isinstance(holder, BaseModel):
         kind = type(holder)
-        if name not in kind.model_fields:
-            known = list(kind.model_fields)
-            hint = nearest(name, known) or f" It has: {', '.join(known)}."
-            raise ConfigError(f"{kind.__name__} has no field {name!r}.{hint}")
-        inner = _replaced(getattr(holder, name), rest, value) if rest else value
-        return kind(**{**{field: getattr(holder, field) for field in kind.model_fields}, name: inner})
+        fields = {name: getattr(holder, name) for name in kind.model_fields}
+        for name, inner in tree.items():
+            if name not in fields:
+                hint = nearest(name, fields) or f" It has: {', '.join(fields)}."
+                raise ConfigError(f"{kind.__name__} has no field {name!r}.{hint}")
+            leaf = isinstance(inner, _Text)
+            annotation = kind.model_fields[name].annotation
+            fields[name] = _value(inner, annotation) if leaf else _replaced(fields[name], inner)
+        return kind(**fields)
     if isinstance(holder, Mapping):
-        return {**holder, name: _replaced(holder.get(name, {}), rest, value) if rest else value}
-    raise ConfigError(f"{name!r} is set on {holder!r}, which has no fields.")
+        inside = {
+            name: _value(inner, Any) if isinstance(inner, _Text) else _replaced(holder.get(name, {}), inner)
+            for name, inner in tree.items()
+        }
+        return {**holder, **inside}
+    raise ConfigError(f"{next(iter(tree))!r} is set on {holder!r}, which has no fields.")
+
+
+def _value(text: _Text, annotation: Any) -> Any:
+    """Reads a value; one that is no literal, or that as a literal does not fit its field, is a string."""
+    words = {"true": True, "false": False, "null": None, "none": None}
+    plain = str(text)
+    if plain.lower() in words:
+        return words[plain.lower()]
+    try:
+        value = ast.literal_eval(plain)
+    except (ValueError, SyntaxError):
+        return plain
+    return plain if _fits(plain, annotation) and not _fits(value, annotation) else value
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except (ValidationError, PydanticUserError):
+        return False
+    return True

@@ -1,0 +1,211 @@
+"""Whole runs: resuming bit for bit, Ctrl-C, the first ratio, the shipped configs, a folder of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlloss.cli import main
+from rlloss.config_file import load_config
+from rlloss.errors import ConfigError
+from rlloss.training.config import CheckpointConfig, TrainConfig
+from rlloss.training.logging import read_metrics
+from rlloss.training.phase import Phase
+from rlloss.training.run import Run
+from training.helpers import CONFIGS, tiny_config
+
+TIMES = ("seconds_rollout", "seconds_update")
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.policy.model.state_dict().items()}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(folder)]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing on the way may handle it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, place: tuple[str, int], action: Callable[[], None]) -> None:
+    """Runs `action` once within a step, given by its phase and index, before the weights change."""
+    original = Phase.apply_gradients
+    done = False
+
+    def stepping(self: Phase, index: int) -> dict[str, float]:
+        nonlocal done
+        if (self.name, index) == place and not done:
+            done = True
+            action()
+        return original(self, index)
+
+    monkeypatch.setattr(Phase, "apply_gradients", stepping)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tiny_config(), tmp_path_factory.mktemp("straight"))
+    assert run.train().finished
+    return run
+
+
+@pytest.mark.parametrize("place", [("supervised", 2), ("grpo", 0), ("grpo", 2)])
+def test_a_killed_run_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Run, place: tuple[str, int]
+) -> None:
+    def die() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        kill_at(patch, place, die)
+        with pytest.raises(Killed):
+            Run(tiny_config(), tmp_path).train()
+    resumed = Run(tiny_config(), tmp_path)
+    report = resumed.train(resume=True)
+    assert report.finished and report.step == 6
+    assert_same_bits(weights_of(resumed), weights_of(straight))
+    assert without_times(tmp_path) == without_times(straight.output)
+    assert report.heldout == straight.report.heldout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Run, number: signal.Signals
+) -> None:
+    config = tiny_config(checkpoint=CheckpointConfig(every=100))
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        kill_at(patch, ("grpo", 1), lambda: os.kill(os.getpid(), number))
+        report = Run(config, tmp_path).train()
+    assert not report.finished and report.step == 5
+    assert signal.getsignal(number) == before
+    assert (tmp_path / "curves.png").stat().st_size > 0
+    resumed = Run(config, tmp_path)
+    assert resumed.train(resume=True).finished
+    assert_same_bits(weights_of(resumed), weights_of(straight))
+
+
+def test_the_command_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "tiny.py"
+    config.write_text("from training.helpers import tiny_config\nconfig = tiny_config()\n")
+    arguments = ["train", str(config), "--set", "seed=3", "--output", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        kill_at(patch, ("grpo", 1), lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert main(arguments) == 130
+    said = capsys.readouterr().out
+    command = next(line.strip() for line in said.splitlines() if line.strip().startswith("rlloss train"))
+    assert main(command.split()[1:]) == 0
+    assert "after GRPO" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["finished"]
+
+
+def test_first_ratio_is_one_and_generation_saw_the_same(straight: Run) -> None:
+    lines = [line for line in read_metrics(straight.output) if "ratio_dev_first_update" in line]
+    assert lines
+    for line in lines:
+        assert line["ratio_dev_first_update"] <= 2e-6
+        assert line["rollout_logprob_gap"] <= 5e-6
+
+
+def test_a_run_leaves_its_files(straight: Run) -> None:
+    folder = straight.output
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events*"))
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3, 4, 5, 6]
+    report = json.loads((folder / "report.json").read_text())
+    assert set(report["heldout"]) == {"start", "supervised", "grpo"}
+    assert set(report["seconds"]) == {"supervised", "grpo"}
+    assert len(straight.checkpoints.saved()) == 2
+
+
+def test_a_folder_in_use_is_not_overwritten(straight: Run) -> None:
+    with pytest.raises(ConfigError, match="--resume"):
+        Run(tiny_config(), straight.output).train()
+
+
+def test_resuming_needs_a_checkpoint_and_the_same_config(tmp_path: Path, straight: Run) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        Run(tiny_config(), tmp_path).train(resume=True)
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        Run(tiny_config(seed=1), straight.output).train(resume=True)
+
+
+def test_the_trained_policy_is_a_folder_that_trains(tmp_path: Path, straight: Run) -> None:
+    overrides = [f"model.folder={straight.output / 'policy'}", "grpo.steps=2", "supervised.steps=0"]
+    config = load_config(_tiny_file(tmp_path), TrainConfig, overrides)
+    run = Run(config, tmp_path / "run")
+    assert run.train().heldout["start"] == straight.report.heldout["grpo"]
+
+
+def test_another_architecture_of_transformers_trains(tmp_path: Path) -> None:
+    """GPT-2 has absolute positions, biases, dropout, and a head tied to its embeddings."""
+    transformers = pytest.importorskip("transformers")
+    from rlloss.training.model import character_tokenizer
+
+    folder = tmp_path / "gpt2"
+    tokenizer = character_tokenizer(["0123456789+-=."])
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": len(tokenizer)}
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = load_config(_tiny_file(tmp_path), TrainConfig, [f"model.folder={folder}", "grpo.loss.use_kl_loss=true"])
+    run = Run(config, tmp_path / "run")
+    assert run.train().finished
+    lines = [line for line in read_metrics(run.output) if "ratio_dev_first_update" in line]
+    assert lines and max(line["ratio_dev_first_update"] for line in lines) <= 2e-6
+    assert max(line["rollout_logprob_gap"] for line in lines) <= 5e-6
+
+
+TINY = [
+    "threads=1",
+    "task.pool=400",
+    "task.heldout=5",
+    "model.layers=1",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.mlp=16",
+    "grpo.rollout.prompts=4",
+    "grpo.rollout.group_size=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("grpo_arithmetic.py", ["supervised.steps=2", "grpo.steps=2"]),
+        ("sft_arithmetic.py", ["supervised.steps=2"]),
+        ("grpo_any_model.py", ["grpo.steps=1"]),
+    ],
+)
+def test_the_shipped_configs_run(tmp_path: Path, name: str, steps: list[str]) -> None:
+    assignments = [part for text in (*TINY, *steps) for part in ("--set", text)]
+    assert main(["train", str(CONFIGS / name), *assignments, "--output", str(tmp_path)]) == 0
+
+
+def test_every_shipped_config_is_tested() -> None:
+    tested = {"grpo_arithmetic.py", "sft_arithmetic.py", "grpo_any_model.py"}
+    assert {path.name for path in CONFIGS.glob("*.py")} == tested
+
+
+def _tiny_file(folder: Path) -> Path:
+    path = folder / "tiny_config.py"
+    path.write_text("from training.helpers import tiny_config\nconfig = tiny_config()\n")
+    return path
