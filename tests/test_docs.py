@@ -1,0 +1,80 @@
+"""Every piece of Python in README, docs and docstrings runs, and so do the examples; every link leads somewhere."""
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlloss
+from rlloss import policy_loss_names, unregister_policy_loss
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *ROOT.glob("C*.md")]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _forget_registered_losses():
+    """Pages register losses under the same names; each starts from the built-in ones."""
+    before = set(policy_loss_names())
+    yield
+    for name in set(policy_loss_names()) - before:
+        unregister_policy_loss(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_runs_from_top_to_bottom(page):
+    names: dict[str, object] = {}
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_example_runs(example, capsys):
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(rlloss.__path__, "rlloss.")
+    return [module.name for module in found if not module.name.endswith("__main__")]
+
+
+def test_examples_in_docstrings():
+    tried = 0
+    for name in modules():
+        result = doctest.testmod(importlib.import_module(name))
+        assert result.failed == 0, name
+        tried += result.attempted
+    assert tried > 0
+
+
+def test_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_verbs_of_the_readme_exist():
+    verbs = set(re.findall(r"^rlloss (\w+)", (ROOT / "README.md").read_text(), re.M))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlloss", "--help"], capture_output=True, text=True, env=environment, check=True
+    )
+    assert verbs
+    for verb in verbs:
+        assert re.search(rf"^\s+{verb}\s", done.stdout, re.M), verb
