@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlloss.distributed import Group, differentiable_sum
+from rlloss.distributed import Group, all_reduce_max, differentiable_sum
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class Segments:
     def mean(self, values: Tensor) -> Tensor:
         """Returns the mean over each sequence: `[N]` -> `[S]`; 0 for a sequence without tokens."""
         return self.sum(values) / self.sizes.clamp(min=1).to(values.dtype)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Returns the maximum over each sequence, without a graph: `[N]` -> `[S]`; -inf for one without tokens."""
+        highest = values.new_full((self.count,), -torch.inf)
+        highest = highest.scatter_reduce(0, self.ids, values.detach(), "amax")
+        return highest if self.group is None else all_reduce_max(highest, self.group)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Returns the number of each token's sequence: `[S]` -> `[N]`."""

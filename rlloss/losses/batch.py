@@ -77,6 +77,12 @@ def refuse_nan(loss_kwargs: BaseLossKwargs, names: Sequence[str], ignore_idx: in
             raise BatchError(f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from.")
 
 
+def offsets_of(num_tokens: Tensor) -> Tensor:
+    """Returns the offsets `[S+1]` int32 of packed sequences with these lengths `[S]`."""
+    counts = num_tokens.reshape(-1)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+
+
 @dataclass(frozen=True)
 class LabelFacts:
     """What the host knows of a tensor of labels.
@@ -159,8 +165,7 @@ def _labels(labels: Any) -> Tensor:
 def _offsets(present: Mapping[str, Any], labels: Tensor) -> Tensor | None:
     offsets = present.get("cu_seq_lens")
     if offsets is None and "num_tokens" in present:
-        counts = torch.as_tensor(present["num_tokens"], device=labels.device).reshape(-1)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = offsets_of(torch.as_tensor(present["num_tokens"], device=labels.device))
     if offsets is None:
         return None
     offsets = torch.as_tensor(offsets, device=labels.device).reshape(-1).to(torch.int32)

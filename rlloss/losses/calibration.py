@@ -78,7 +78,12 @@ def calibrate(
         for context in contexts:
             _prepare(context)
         _warn_unpacked(contexts, terms)
-        parts = [[_part(context, term) for context in contexts] for term in terms]
+    except BatchError as error:
+        problem = error
+    # Its collectives run on every rank, also where a batch failed: the error travels with the counts.
+    contexts[0].select_step([] if problem else contexts, group)
+    try:
+        parts = [] if problem else [[_part(context, term) for context in contexts] for term in terms]
     except BatchError as error:
         problem = error
     counts = _count(contexts, terms, parts, problem, group, totals)

@@ -62,6 +62,7 @@ class BaseLossContext:
         self._group: Group = None
         self._world: int | None = None
         self._dropped: Tensor | None = None
+        self._step_metrics: dict[str, Metric] = {}
         self._known: _Known | None = None
 
     @staticmethod
@@ -97,6 +98,9 @@ class BaseLossContext:
     def prepare(self) -> Tensor | None:
         """Hook of `build_batches` before anything is counted: tokens that leave the step, `[B, T]` bool, or None."""
         return None
+
+    def select_step(self, contexts: Sequence[Any], group: Group) -> None:
+        """Hook of `build_batches` for choices over the whole step; no contexts where this rank's batches failed."""
 
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Evaluates the loss on log-probs; the default sums the config's terms.
@@ -268,6 +272,7 @@ class BaseLossContext:
         extra["sequences"] = Sum((segments.sizes > 0).sum().double())
         sizes = self.layout.segments.sizes
         extra["tokens"], extra["sequences"] = Sum(sizes.sum()), Sum((sizes > 0).double().sum())
+        extra.update(self._step_metrics)
         if self._dropped is not None:
             extra["dropped_tokens"] = Sum(self._dropped)
         return LossOutput(self._over_ranks(local), LossDetails(logits, extra))

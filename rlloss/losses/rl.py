@@ -1,20 +1,24 @@
 """What all losses on a policy share: old, reference and rollout log-probs, and the terms KL and entropy."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.kl import kl_penalty, resolve_kl_kind
 from rlloss.heads import TokenStats
-from rlloss.losses.batch import check_field, refuse_nan
+from rlloss.losses.batch import check_field, offsets_of, refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
 from rlloss.losses.rollout_is import RolloutImportanceSampling
+from rlloss.losses.rollout_step import RolloutOutcome, is_current, normalize_step, rollout_outcome
 from rlloss.losses.terms import Reduction, Term
 from rlloss.metrics import Metric, mean_of
 
@@ -50,11 +54,6 @@ class BaseRLLossConfig(BaseLossConfig):
         name = type(self).__name__
         if self.kl_loss_type is not None:
             resolve_kl_kind(self.kl_loss_type)
-        if self.rollout_is != RolloutImportanceSampling():
-            raise ConfigError(
-                f"{name}: this version does not compute rollout corrections, so rollout_is must stay at its default. "
-                f"Put weights of your own into the batch as rollout_is_weights."
-            )
         if self.use_kl_loss and self.kl_loss_type in ("k1", "kl"):
             warnings.warn(
                 f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not "
@@ -107,6 +106,7 @@ class BaseRLLossKwargs(BaseLossKwargs):
         old_logprobs: Log-probs of the policy that the ratio is taken against, nats.
         ref_logprobs: Log-probs of the reference policy, nats.
         rollout_logprobs: Log-probs of the sampling engine, nats.
+        selection_logprobs: Log-probs of the current policy at the start of the step, for choices that it makes, nats.
         is_weights: Importance weights of the policy term (`rollout_is_weights` in a batch).
         policy_loss_weight: Token weights of the policy term, coefficient and importance weights included.
         kl_loss_weight: Token weights of the KL term, its coefficient included.
@@ -117,13 +117,14 @@ class BaseRLLossKwargs(BaseLossKwargs):
     old_logprobs: TokenTensor = None
     ref_logprobs: TokenTensor = None
     rollout_logprobs: TokenTensor = None
+    selection_logprobs: TokenTensor = None
     is_weights: Annotated[Tensor | None, PerToken(1.0, spread=True, key="rollout_is_weights")] = None
     policy_loss_weight: TokenTensor = None
     kl_loss_weight: TokenTensor = None
     entropy_loss_weight: TokenTensor = None
 
 
-_LOG_PROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+_LOG_PROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "selection_logprobs")
 
 
 class BaseRLLossContext(BaseLossContext):
@@ -131,6 +132,11 @@ class BaseRLLossContext(BaseLossContext):
 
     loss_cfg: BaseRLLossConfig
     loss_kwargs: BaseRLLossKwargs
+
+    def __init__(self, loss_cfg: Any, loss_kwargs: Any) -> None:
+        super().__init__(loss_cfg, loss_kwargs)
+        self._rollout: RolloutOutcome | None = None
+        self._own_weights: Tensor | None = None
 
     def needed(self) -> tuple[str, ...]:
         """Names of the log-probs that the loss cannot do without."""
@@ -143,6 +149,8 @@ class BaseRLLossContext(BaseLossContext):
             BatchError: A tensor is missing, has another shape, or is NaN while `check_finite` is on.
         """
         kwargs = self.loss_kwargs
+        if self.loss_cfg.rollout_is.policy == "current" and kwargs.old_logprobs is None:
+            kwargs.old_logprobs = kwargs.rollout_logprobs
         missing = [name for name in self.needed() if getattr(kwargs, name) is None]
         if missing:
             raise BatchError(
@@ -158,10 +166,72 @@ class BaseRLLossContext(BaseLossContext):
         for name in used:
             infinite = torch.isinf(getattr(kwargs, name))
             leaves = infinite if leaves is None else leaves | infinite
-        return leaves
+        return self._correct_rollout(leaves)
+
+    def select_step(self, contexts: Sequence[Any], group: Group) -> None:
+        """Divides rollout weights by their mean over the step, where the config asks for it."""
+        if self.loss_cfg.rollout_is.normalize_weights:
+            normalize_step(contexts, self.loss_kwargs.advantages, group)
+
+    def compute_rollout_is(
+        self, sp_mesh: DeviceMesh | None = None, num_tokens: Tensor | None = None
+    ) -> tuple[dict[str, Metric], dict[str, Metric]]:
+        """Computes the rollout correction now; `build_batches` takes the result instead of repeating it.
+
+        Args:
+            sp_mesh: Sequence-parallel mesh.
+            num_tokens: `[S]`, lengths of packed sequences, where the batch did not hold them.
+
+        Returns:
+            Metrics of the two policies' distance, and of weights and rejection.
+
+        Raises:
+            BatchError: `rollout_logprobs` or the trainer's log-probs are missing.
+        """
+        kwargs = self.loss_kwargs
+        if kwargs.rollout_logprobs is None:
+            raise BatchError("compute_rollout_is needs rollout_logprobs. Put them into the batch.")
+        if num_tokens is not None and kwargs.cu_seq_lens is None and kwargs.shifted_labels.shape[0] == 1:
+            kwargs.cu_seq_lens = offsets_of(num_tokens.to(kwargs.shifted_labels.device))
+        kwargs.is_weights = None
+        self.prepare()
+        if self._rollout is None:
+            self._rollout = rollout_outcome(self, None)
+        return self._rollout.mismatch, self._rollout.metrics
+
+    def set_is_weights(self, weights: Tensor) -> None:
+        """Sets importance weights that were computed here, as distinct from given ones, which are left alone."""
+        self.loss_kwargs.is_weights = self._own_weights = weights
+
+    def _corrects(self) -> bool:
+        """Whether the rules are to be applied: there are some, and numbers for them, and no weights were given."""
+        kwargs = self.loss_kwargs
+        given = kwargs.is_weights is not None and kwargs.is_weights is not self._own_weights
+        return bool(self.loss_cfg.rollout_is.compiled()) and kwargs.rollout_logprobs is not None and not given
+
+    def _correct_rollout(self, leaves: Tensor | None) -> Tensor | None:
+        if not self._corrects():
+            self._warn_uncorrected()
+            self._rollout, self._step_metrics = None, {}
+            return leaves
+        if not is_current(self._rollout, self):
+            self._rollout = rollout_outcome(self, leaves)
+        assert self._rollout is not None
+        self.set_is_weights(self._rollout.weights)
+        self._step_metrics = {**self._rollout.mismatch, **self._rollout.metrics}
+        return self._rollout.rejected if leaves is None else leaves | self._rollout.rejected
+
+    def _warn_uncorrected(self) -> None:
+        missing = self.loss_kwargs.rollout_logprobs is None and self.loss_kwargs.is_weights is None
+        if missing and self.loss_cfg.rollout_is.compiled():
+            warnings.warn("rollout_is has rules, but the batch has no rollout_logprobs: none applies.", stacklevel=2)
 
     def _uses(self, name: str) -> bool:
-        return name in self.needed()
+        corrected = ("rollout_logprobs", "selection_logprobs" if self._by_current() else "old_logprobs")
+        return name in self.needed() or (self._corrects() and name in corrected)
+
+    def _by_current(self) -> bool:
+        return self.loss_cfg.rollout_is.policy == "current" and self.loss_kwargs.selection_logprobs is not None
 
     def _way_out(self, missing: list[str]) -> str:
         return ", or set on_policy=True" if "old_logprobs" in missing else ""
