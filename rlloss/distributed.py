@@ -46,6 +46,16 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: Group
     return reduced
 
 
+def all_gather(values: Tensor, group: Group = None) -> Tensor:
+    """Returns the tensors of all ranks one after the other along the first dimension; all have one shape."""
+    ranks = world_size(group)
+    if ranks == 1:
+        return values.detach()
+    gathered = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
+    dist.all_gather_into_tensor(gathered, values.detach().contiguous(), group=group)
+    return gathered
+
+
 class _SumOverRanks(torch.autograd.Function):
     """A sum over ranks whose gradient is the sum of the gradients over ranks."""
 

@@ -298,15 +298,26 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_loss_coef": (0.7, {"use_kl_loss": True}),
     "kl_loss_type": ("k2", {"use_kl_loss": True}),
     "kl_value_cap": (0.01, {"use_kl_loss": True, "kl_loss_coef": 0.5}),
+    "kl_importance": ("sequence_mean", {"use_kl_loss": True, "kl_loss_coef": 0.5}),
     "entropy_coef": (0.1, {}),
+    "off_policy_limit": (0.0, {}),
+    "top_entropy_quantile": (0.5, {}),
     "loss_reduction": ("sample", {}),
     "loss_length": (3.0, {"loss_reduction": "constant", "loss_length": 7.0}),
     "rollout_is": ({"rollout_is_threshold": (1.01, 0.99)}, {}),
     "on_policy": (True, {}),
     "check_finite": (True, {}),
 }
-# Fields whose effect is on time, memory, precision or other ranks; each has a test of its own.
-NO_NUMBER = {"mode", "chunk_size", "logits_dtype", "skip_zero_rows", "reduce_loss", "grad_reduction"}
+# Fields whose effect is on time, memory, precision, other ranks or an option that liger refuses; each has its own test.
+NO_NUMBER = {
+    "entropy_reduction",
+    "mode",
+    "chunk_size",
+    "logits_dtype",
+    "skip_zero_rows",
+    "reduce_loss",
+    "grad_reduction",
+}
 
 
 def test_e18_every_field_is_listed() -> None:
@@ -320,6 +331,7 @@ def e18_step(head: Head, fields: dict[str, Any], broken: str = "") -> Step:
         "old_logprobs": row(-1.2, -1.9, -0.7, -2.0, -1.0),
         "ref_logprobs": row(-1.0, -1.1, -0.9, -1.4, -1.2),
         "rollout_logprobs": row(-1.6, -1.5, -1.2, -1.1, -0.2),
+        "selection_entropy": row(0.9, 0.2, 0.5, 0.7, 0.1),
         "advantages": row(1.0, -1.0, 2.0, -0.5, 0.7),
     }
     if broken == "check_finite":

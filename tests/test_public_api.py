@@ -19,7 +19,7 @@ PPOLossConfig PPOLossContext PPOLossKwargs ValueLossConfig ValueLossContext Valu
 ActorCriticLossConfig ActorCriticLossContext ActorCriticLossKwargs
 BaseLossConfig BaseLossContext BaseLossKwargs BaseRLLossConfig BaseRLLossContext BaseRLLossKwargs PerSequence PerToken
 PolicyLossConfig Term TokenStats get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
-gather_logprobs kl_penalty
+gather_logprobs kl_penalty AdaptiveEntropyCoef
 errors metrics
 """.split()  # noqa: SIM905
 
@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[Any, list[str]]] = {
     "Context": (rlloss.BaseLossContext.__init__, ["self", "loss_cfg", "loss_kwargs"]),
     "register_policy_loss": (
         rlloss.register_policy_loss,
-        ["name", "*config=None", "*aliases=()", "*level=None", "*reduction=None", "*surrogate=False"],
+        ["name", "*config=None", "*aliases=()", "*level=None", "*reduction=None", "*surrogate=False", "*selection=None"],
     ),
     "gather_logprobs": (rlloss.gather_logprobs, ["logits", "shifted_labels", "temperature=1.0"]),
     "Totals": (rlloss.Totals, ["tokens=None", "sequences=None", "prompts=None", "world=None"]),

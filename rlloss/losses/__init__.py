@@ -1,14 +1,16 @@
 """Losses as configs and contexts: `build` -> `build_batches` -> `forward`."""
 
-from rlloss.losses.calibration import Totals
 from rlloss.losses.ce import CELossConfig, CELossContext, CELossKwargs
 from rlloss.losses.config import BaseLossConfig, StrictModel
 from rlloss.losses.context import BaseLossContext
+from rlloss.losses.entropy import AdaptiveEntropyCoef
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
 from rlloss.losses.output import LossOutput
-from rlloss.losses.policy_losses import ClipConfig, VanillaConfig
+from rlloss.losses.policy_covariance import ClipCovConfig, KLCovConfig
+from rlloss.losses.policy_losses import ClipConfig, GMPOConfig, GSPOConfig, RatioConfig, SAPOConfig, VanillaConfig
+from rlloss.losses.policy_quadratic import DROConfig, OPMDConfig
 from rlloss.losses.policy_registry import (
     PolicyLossConfig,
     get_policy_loss,
@@ -16,6 +18,7 @@ from rlloss.losses.policy_registry import (
     register_policy_loss,
     unregister_policy_loss,
 )
+from rlloss.losses.policy_scores import CISPOConfig, DPPOConfig, ReinforceConfig, TOPRConfig, VESPOConfig
 from rlloss.losses.ppo import (
     ActorCriticLossConfig,
     ActorCriticLossContext,
@@ -26,13 +29,16 @@ from rlloss.losses.ppo import (
 )
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext, BaseRLLossKwargs
 from rlloss.losses.rollout_is import RolloutImportanceSampling
+from rlloss.losses.selection import StepTokens
 from rlloss.losses.terms import Term
+from rlloss.losses.totals import Totals
 from rlloss.losses.value import ValueLossConfig, ValueLossContext, ValueLossKwargs
 
 __all__ = [
     "ActorCriticLossConfig",
     "ActorCriticLossContext",
     "ActorCriticLossKwargs",
+    "AdaptiveEntropyCoef",
     "BaseLossConfig",
     "BaseLossContext",
     "BaseLossKwargs",
@@ -42,24 +48,38 @@ __all__ = [
     "CELossConfig",
     "CELossContext",
     "CELossKwargs",
+    "CISPOConfig",
     "ClipConfig",
+    "ClipCovConfig",
+    "DPPOConfig",
+    "DROConfig",
+    "GMPOConfig",
     "GRPOLossConfig",
     "GRPOLossContext",
     "GRPOLossKwargs",
+    "GSPOConfig",
+    "KLCovConfig",
     "LogProbConfig",
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
+    "OPMDConfig",
     "PPOLossConfig",
     "PPOLossContext",
     "PPOLossKwargs",
     "PerSequence",
     "PerToken",
     "PolicyLossConfig",
+    "RatioConfig",
+    "ReinforceConfig",
     "RolloutImportanceSampling",
+    "SAPOConfig",
+    "StepTokens",
     "StrictModel",
+    "TOPRConfig",
     "Term",
     "Totals",
+    "VESPOConfig",
     "ValueLossConfig",
     "ValueLossContext",
     "ValueLossKwargs",

@@ -17,43 +17,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group, all_reduce_sum, world_size
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout
 from rlloss.losses.terms import Term
+from rlloss.losses.totals import Totals
 
 C = TypeVar("C", bound=Any)
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Counts of the whole step that are known; a given one is not counted.
-
-    Attributes:
-        tokens: Tokens that count (verl's batch_num_tokens, TRL's num_items_in_batch).
-        sequences: Sequences (verl's global_batch_size: a constant, which fully masked rows do not shrink).
-        prompts: Prompts.
-        world: Ranks whose gradients are combined (verl's dp_size).
-    """
-
-    tokens: float | None = None
-    sequences: float | None = None
-    prompts: float | None = None
-    world: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "prompts", "world"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Totals({name}={value}): expected a number above 0, or None to count.")
-
-
-@dataclass(frozen=True)
 class _Part:
-    """One term on one micro-batch: its tokens `[N]` bool and the tokens of each of its sequences `[S]`."""
+    """One term on one micro-batch: its tokens `[N]` bool; tokens, and the prompt, of each of its sequences `[S]`."""
 
     layout: TokenLayout
     mask: Tensor
     sizes: Tensor
+    prompts: Tensor | None
 
 
 def calibrate(
@@ -89,11 +68,11 @@ def calibrate(
     counts = _count(contexts, terms, parts, problem, group, totals)
     for index, term in enumerate(terms):
         for context, part in zip(contexts, parts[index], strict=True):
-            _assign_weights(context, term, part, counts[index], parts[index])
+            _assign_weights(context, term, part, counts[index])
     for context in contexts:
         context._batch_size, context._group, context._world = len(contexts), group, totals.world
-        if terms:
-            context.loss_kwargs.global_grad_tokens = counts[0].tokens
+        counted = terms and (totals.tokens is not None or totals.counts(terms[0].reduction))
+        context.loss_kwargs.global_grad_tokens = counts[0].tokens if counted else None
     return contexts
 
 
@@ -140,17 +119,36 @@ def _part(context: Any, term: Term) -> _Part:
     layout: TokenLayout = context.layout
     flat = context.loss_kwargs.take(layout)
     mask = torch.ones_like(layout.segments.ids, dtype=torch.bool) if term.mask is None else term.mask(flat)
-    return _Part(layout, mask, layout.segments.sum(mask.double()))
+    prompts = _prompts(context, term.name) if term.reduction == "prompt" else None
+    return _Part(layout, mask, layout.segments.sum(mask.double()), prompts)
+
+
+def _prompts(context: Any, term: str) -> Tensor:
+    """Checks and returns the prompt of each sequence, `[S]`; one read of the host."""
+    ids, count = context.loss_kwargs.group_ids, context.loss_kwargs.num_prompts
+    if ids is None or count is None:
+        raise BatchError(
+            f"term {term!r}: the reduction 'prompt' needs group_ids [S], the prompt of each sequence, and num_prompts, "
+            f"their number over the whole step; got group_ids={'None' if ids is None else tuple(ids.shape)} and "
+            f"num_prompts={count}."
+        )
+    if ids.numel() and not bool(((ids >= 0) & (ids < count)).all()):
+        raise BatchError(
+            f"group_ids run from {int(ids.min())} to {int(ids.max())}, expected numbers from 0 to num_prompts - 1 = "
+            f"{count - 1}, dense over the whole step."
+        )
+    return ids.long()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts of one term over the whole step, 0-dim float64; prompt_tokens is `[P]`."""
+    """Counts of one term over the whole step, 0-dim float64; prompt_tokens is `[P]`, or None."""
 
     tokens: Tensor
     sequences: Tensor
     weight: Tensor
     prompts: Tensor
+    prompt_tokens: Tensor | None
 
 
 def _count(
@@ -161,38 +159,67 @@ def _count(
     group: Group,
     totals: Totals,
 ) -> list[_Counts]:
-    """Sums one vector over ranks: errors, micro-batches, their square, then four counts for each term."""
+    """Sums one vector over ranks: errors, micro-batches and prompts with their squares, three counts for each term.
+
+    Where all that the terms divide by is given, nothing is summed. A prompt reduction sums its tokens of each prompt
+    in a second collective, once no rank has an error.
+    """
     device = contexts[0].loss_kwargs.shifted_labels.device
-    head = torch.tensor([problem is not None, len(contexts), len(contexts) ** 2], device=device, dtype=torch.float64)
-    local = [sum((_counts_of(part) for part in term_parts), head.new_zeros(4)) for term_parts in parts]
-    vector = torch.cat([head, *(local if problem is None else [head.new_zeros(4)] * len(terms))])
-    if not (totals.world is not None and totals.tokens is not None and totals.sequences is not None):
-        vector = all_reduce_sum(vector, group)
-    _check_ranks(vector[:3], problem, contexts[0].loss_cfg.reduce_loss, group)
-    return [_with_totals(vector[3 + 4 * index : 7 + 4 * index], totals) for index in range(len(terms))]
+    prompts = 0 if problem else _num_prompts(contexts)
+    facts = [problem is not None, len(contexts), len(contexts) ** 2, prompts, prompts**2]
+    head = torch.tensor(facts, device=device, dtype=torch.float64)
+    local = [sum((_counts_of(part) for part in term_parts), head.new_zeros(3)) for term_parts in parts]
+    vector = torch.cat([head, *(local if problem is None else [head.new_zeros(3)] * len(terms))])
+    shared = any(totals.counts(term.reduction) for term in terms)
+    vector = all_reduce_sum(vector, group) if shared else vector
+    _check_ranks(vector[:5], problem, contexts[0].loss_cfg.reduce_loss, world_size(group) if shared else 1)
+    counts = []
+    for index, term in enumerate(terms):
+        by_prompt = _prompt_tokens(parts[index], prompts, group) if term.reduction == "prompt" else None
+        counts.append(_with_totals(vector[5 + 3 * index : 8 + 3 * index], by_prompt, totals))
+    return counts
+
+
+def _num_prompts(contexts: list[Any]) -> int:
+    given = {context.loss_kwargs.num_prompts for context in contexts} - {None}
+    if len(given) > 1:
+        raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
+    return int(given.pop()) if given else 0
 
 
 def _counts_of(part: _Part) -> Tensor:
-    present = (part.sizes > 0).double()
-    return torch.stack([part.mask.sum().double(), present.sum(), part.sizes.sqrt().sum(), present.new_zeros(())])
+    return torch.stack([part.mask.sum().double(), (part.sizes > 0).double().sum(), part.sizes.sqrt().sum()])
 
 
-def _with_totals(counts: Tensor, totals: Totals) -> _Counts:
+def _prompt_tokens(parts: list[_Part], count: int, group: Group) -> Tensor:
+    """Tokens of each prompt over the whole step, `[P]`."""
+    local = parts[0].sizes.new_zeros(count)
+    for part in parts:
+        assert part.prompts is not None
+        local = local.index_add(0, part.prompts, part.sizes)
+    return all_reduce_sum(local, group)
+
+
+def _with_totals(counts: Tensor, prompt_tokens: Tensor | None, totals: Totals) -> _Counts:
     def known(value: float | None, counted: Tensor) -> Tensor:
         return counted if value is None else counted.new_tensor(float(value))
 
+    prompts = counts.new_zeros(()) if prompt_tokens is None else (prompt_tokens > 0).sum().double()
     return _Counts(
-        known(totals.tokens, counts[0]), known(totals.sequences, counts[1]), counts[2], known(totals.prompts, counts[3])
+        known(totals.tokens, counts[0]),
+        known(totals.sequences, counts[1]),
+        counts[2],
+        known(totals.prompts, prompts),
+        prompt_tokens,
     )
 
 
-def _check_ranks(head: Tensor, problem: BatchError | None, reduce_loss: bool, group: Group) -> None:
+def _check_ranks(head: Tensor, problem: BatchError | None, reduce_loss: bool, ranks: int) -> None:
     if problem is not None:
         raise problem
-    ranks = world_size(group)
     if ranks == 1:
         return
-    errors, micro_batches, squares = head.tolist()
+    errors, micro_batches, squares, prompts, prompt_squares = head.tolist()
     if errors:
         raise BatchError(f"{int(errors)} of {ranks} ranks could not calibrate their batches; their own error says why.")
     if reduce_loss and micro_batches**2 != squares * ranks:
@@ -201,9 +228,13 @@ def _check_ranks(head: Tensor, problem: BatchError | None, reduce_loss: bool, gr
             f"collective would hang. Set reduce_loss=False in the loss config, or give every rank the same number "
             f"(loss_cfg.empty(like=batch) makes one without tokens)."
         )
+    if prompts**2 != prompt_squares * ranks:
+        raise BatchError(
+            f"num_prompts differs between the {ranks} ranks. It counts the whole step, on every rank alike."
+        )
 
 
-def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts, all_parts: list[_Part]) -> None:
+def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts) -> None:
     kwargs = context.loss_kwargs
     weights = term.coef * _inverse_denominator(term, part, counts)
     weights = torch.where(part.mask, weights, 0.0)
@@ -230,10 +261,13 @@ def _inverse_denominator(term: Term, part: _Part, counts: _Counts) -> Tensor:
             return one * _inverse(counts.sequences)
         case "constant":
             return one * _inverse(counts.sequences) / float(term.loss_length or 0)
+        case "prompt":
+            assert part.prompts is not None
+            assert counts.prompt_tokens is not None
+            tokens = segments.broadcast(counts.prompt_tokens.clamp(min=1)[part.prompts])
+            return _inverse(counts.prompts) / tokens
         case "sum":
             return one
-        case _:
-            raise ConfigError(f"term {term.name!r}: reduction {term.reduction!r} is not available.")
 
 
 def _inverse(count: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from rlloss.losses.terms import Level, evaluate
 from rlloss.metrics import Metric, Sum
 
 if TYPE_CHECKING:
-    from rlloss.losses.calibration import Totals
     from rlloss.losses.config import BaseLossConfig
+    from rlloss.losses.totals import Totals
 
 C = TypeVar("C", bound="BaseLossContext")
 
@@ -248,7 +248,7 @@ class BaseLossContext:
             return self.token_loss(stats, flat.rows(rows, names))
 
         level = type(self).level or self.loss_cfg.level()
-        return Objective(loss_of, additive=level == "token")
+        return Objective(loss_of, additive=level != "sequence")
 
     def _forward_on_logits(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> LossOutput:
         mode = self.loss_cfg.mode

@@ -1,15 +1,24 @@
 """GRPO and its relatives: any registered policy loss, KL from a reference policy, entropy bonus."""
 
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
+import torch
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from torch import Tensor
 
+from rlloss.distributed import Group
 from rlloss.errors import ConfigError, RLLossError
 from rlloss.functional.policy import bounded_ratio
+from rlloss.functional.policy_score import on_policy_sequences
 from rlloss.heads import TokenStats
+from rlloss.losses.batch import check_field
+from rlloss.losses.kwargs import PerToken, TokenTensor
 from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_policy_loss
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext, BaseRLLossKwargs
+from rlloss.losses.selection import spread, step_tokens
 from rlloss.losses.terms import Term
 from rlloss.metrics import EffectiveSampleSize, Metric, max_of, mean_of, min_of, moments_of
 
@@ -31,6 +40,13 @@ class GRPOLossConfig(BaseRLLossConfig):
     )
     """The policy loss: a dict with a `loss_type` (default vanilla) and its parameters, or its typed config."""
 
+    off_policy_limit: float | None = Field(default=None, ge=0.0)
+    """Drop the policy term of a sequence with A < 0 whose mean log-prob fell by more than this, nats for each token,
+    since it was sampled (from rollout_logprobs, else old_logprobs); DeepSeek-V3.2, arXiv:2512.02556, section 3.1."""
+    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Keep this share of tokens, those of highest entropy over the whole step, in the policy and entropy terms; counts
+    stay those of all tokens in the policy term. Needs selection_entropy. arXiv:2506.01939, section 5."""
+
     @field_validator("policy_loss_cfg", mode="plain")
     @classmethod
     def _resolve_policy_loss(cls, given: Any) -> Any:
@@ -40,6 +56,13 @@ class GRPOLossConfig(BaseRLLossConfig):
 
     @model_validator(mode="after")
     def _check_policy_loss(self) -> "GRPOLossConfig":
+        paper = self.policy_loss.reduction
+        if paper is not None and "loss_reduction" not in self.model_fields_set:
+            warnings.warn(
+                f"{type(self).__name__}: the paper of policy loss {self.policy_loss.name!r} uses "
+                f"loss_reduction={paper!r}, and none is given; it stays 'token'. Give one to say which.",
+                stacklevel=2,
+            )
         if self.mode == "liger" and "entropy" in self.policy_loss.needs:
             raise ConfigError(
                 f"GRPOLossConfig: policy loss {self.policy_loss.name!r} asks for the entropy, which "
@@ -70,10 +93,12 @@ class GRPOLossConfig(BaseRLLossConfig):
     def terms(self) -> tuple[Term, ...]:
         """Policy, KL and entropy."""
         loss = self.policy_loss
+        level = loss.level(self.policy_loss_cfg)
+        level = "step" if level == "token" and self.top_entropy_quantile < 1.0 else level
         policy = Term(
             "policy",
             self._policy,
-            level=loss.level(self.policy_loss_cfg),
+            level="sequence" if self.off_policy_limit is not None else level,
             reduction=self.loss_reduction,
             needs_entropy="entropy" in loss.needs,
             factor_field=None if "is_weights" in loss.needs else "is_weights",
@@ -81,22 +106,30 @@ class GRPOLossConfig(BaseRLLossConfig):
         )
         return (policy, *self.shared_terms())
 
+    def _entropy_term(self) -> Term:
+        term = super()._entropy_term()
+        return term if self.top_entropy_quantile == 1.0 else replace(term, mask=lambda kwargs: kwargs.policy_mask)
+
     def _policy(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Calls the policy loss with what its signature asks for, and adds the metrics of the ratio."""
         loss = self.policy_loss
         old = loss_kwargs.old_logprobs
         old = stats.log_prob.detach() if old is None else old
+        advantages = loss_kwargs.advantages.to(stats.log_prob.dtype)
+        keep = self._kept(stats, loss_kwargs, old, advantages)
+        weights = loss_kwargs.policy_loss_weight
         available = {
             "log_prob": stats.log_prob,
             "old_log_prob": old,
             "ref_log_prob": loss_kwargs.ref_logprobs,
             "rollout_log_prob": loss_kwargs.rollout_logprobs,
-            "advantages": loss_kwargs.advantages.to(stats.log_prob.dtype),
-            "loss_weights": loss_kwargs.policy_loss_weight,
+            "advantages": advantages,
+            "loss_weights": weights if keep is None else torch.where(keep, weights, 0.0),
             "is_weights": loss_kwargs.is_weights,
             "mask": stats.labels == stats.labels,
             "entropy": stats.entropy,
             "segments": stats.segments,
+            "selected": loss_kwargs.selected,
             "policy_loss_cfg": self.policy_loss_cfg,
         }
         result = loss.fn(**{name: available[name] for name in loss.needs})
@@ -107,7 +140,19 @@ class GRPOLossConfig(BaseRLLossConfig):
                 f"[N]={tuple(stats.log_prob.shape)} "
                 f"or a scalar that already used loss_weights."
             )
+        if keep is not None:
+            values = values if values.ndim == 0 else torch.where(keep, values, 0.0)
+            metrics = {**metrics, "policy_kept": mean_of(keep)}
         return values, {**_ratio_metrics(stats.log_prob, old), **_entropy_metric(stats), **metrics}
+
+    def _kept(self, stats: TokenStats, loss_kwargs: Any, old: Tensor, advantages: Tensor) -> Tensor | None:
+        """Tokens that the two masks leave in the policy term, or None for all."""
+        keep: Tensor | None = loss_kwargs.policy_mask if self.top_entropy_quantile < 1.0 else None
+        if self.off_policy_limit is None:
+            return keep
+        sampled = old if loss_kwargs.rollout_logprobs is None else loss_kwargs.rollout_logprobs
+        near = on_policy_sequences(stats.log_prob, sampled, advantages, stats.segments, self.off_policy_limit)
+        return near if keep is None else keep & near
 
 
 def _ratio_metrics(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Metric]:
@@ -129,7 +174,17 @@ def _entropy_metric(stats: TokenStats) -> dict[str, Metric]:
 
 
 class GRPOLossKwargs(BaseRLLossKwargs):
-    """Tensors of a GRPO loss."""
+    """Tensors of a GRPO loss.
+
+    Attributes:
+        selection_entropy: Entropies of the current policy at the start of the step, nats.
+        selected: What the policy loss chose over the whole step (made by `build_batches`).
+        policy_mask: Tokens that top_entropy_quantile keeps (made by `build_batches`).
+    """
+
+    selection_entropy: TokenTensor = None
+    selected: Annotated[Tensor | None, PerToken(kind="mask")] = None
+    policy_mask: Annotated[Tensor | None, PerToken(kind="mask")] = None
 
 
 class GRPOLossContext(BaseRLLossContext):
@@ -139,9 +194,35 @@ class GRPOLossContext(BaseRLLossContext):
     loss_kwargs: GRPOLossKwargs
 
     def needed(self) -> tuple[str, ...]:
-        """Old log-probs unless on policy, and what the policy loss and the KL term ask for."""
-        asked = self.loss_cfg.policy_loss.needs
-        names = ["old_logprobs"] if not self.loss_cfg.on_policy and "old_log_prob" in asked else []
+        """Old log-probs unless on policy, and what the policy loss, its selection and the KL term ask for."""
+        cfg, asked = self.loss_cfg, self.loss_cfg.policy_loss.needs
+        ratio = "old_log_prob" in asked or cfg.off_policy_limit is not None
+        names = ["old_logprobs"] if ratio and not cfg.on_policy else []
         names += ["ref_logprobs"] if "ref_log_prob" in asked else []
         names += ["rollout_logprobs"] if "rollout_log_prob" in asked else []
+        names += ["selection_entropy"] if cfg.top_entropy_quantile < 1.0 else []
+        if cfg.policy_loss.selection is not None and self.loss_kwargs.old_logprobs is None:
+            names.append("selection_logprobs")
         return tuple(dict.fromkeys((*names, *super().needed())))
+
+    def prepare(self) -> Tensor | None:
+        """Checks the tensors of the selections as well."""
+        for name in ("selection_logprobs", "selection_entropy"):
+            check_field(self.loss_kwargs, name)
+        return super().prepare()
+
+    def _uses(self, name: str) -> bool:
+        chooses = name == "selection_logprobs" and self.loss_cfg.policy_loss.selection is not None
+        return chooses or super()._uses(name)
+
+    def select_step(self, contexts: Sequence[Any], group: Group) -> None:
+        """Writes the choice of the policy loss to `selected`, that of top_entropy_quantile to `policy_mask`."""
+        super().select_step(contexts, group)
+        cfg, choose = self.loss_cfg, self.loss_cfg.policy_loss.selection
+        if choose is None and cfg.top_entropy_quantile == 1.0:
+            return
+        step = step_tokens(contexts, self.loss_kwargs.advantages, group)
+        if choose is not None:
+            spread(contexts, choose(step, cfg.policy_loss_cfg), "selected")
+        if cfg.top_entropy_quantile < 1.0:
+            spread(contexts, step.at_or_above_quantile(step.entropy, 1.0 - cfg.top_entropy_quantile), "policy_mask")

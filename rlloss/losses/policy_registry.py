@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlloss.errors import ConfigError, UnknownNameError, nearest
 from rlloss.losses.config import StrictModel
+from rlloss.losses.selection import StepTokens
 from rlloss.losses.terms import Level, Reduction
 from rlloss.metrics import Metric
 from rlloss.registry import Registry
@@ -35,9 +36,11 @@ ARGUMENTS = (
     "mask",
     "entropy",
     "segments",
+    "selected",
     "policy_loss_cfg",
 )
-"""Everything that a policy loss may ask for; all tensors are `[N]`, the tokens that count."""
+"""Everything that a policy loss may ask for; all tensors are `[N]`, the tokens that count. `selected` is what the
+loss's own `selection` chose over the whole step."""
 
 
 class PolicyLossConfig(StrictModel):
@@ -64,6 +67,8 @@ class PolicyLossConfig(StrictModel):
 
 
 LevelOf = Level | Callable[[Any], Level]
+Selection = Callable[[StepTokens, Any], Tensor]
+"""A choice over a whole step: its tokens and the loss's config -> `[N]` bool."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class PolicyLoss:
         level_of: Level, or config -> level.
         reduction: Reduction that its paper uses, where that is not `token`.
         surrogate: Whether its gradient is meant not to be the slope of its value (a stop-gradient in the formula).
+        selection: Its choice over the whole step, or None.
     """
 
     name: str
@@ -87,6 +93,7 @@ class PolicyLoss:
     level_of: LevelOf
     reduction: Reduction | None = None
     surrogate: bool = False
+    selection: Selection | None = None
 
     def level(self, policy_loss_cfg: Any) -> Level:
         """Returns the level under a given config."""
@@ -113,6 +120,7 @@ def register_policy_loss(
     level: LevelOf | None = None,
     reduction: Reduction | None = None,
     surrogate: bool = False,
+    selection: Selection | None = None,
 ) -> Callable[[F], F]:
     """Registers a policy loss under a name.
 
@@ -124,6 +132,7 @@ def register_policy_loss(
             `segments` is sequence-level, any other token-level.
         reduction: Reduction that the loss's paper uses, for `rlloss list`.
         surrogate: The formula has a stop-gradient, so that its gradient is not the slope of its value.
+        selection: Chooses tokens over the whole step in `build_batches`; the function gets them as `selected`.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -134,7 +143,7 @@ def register_policy_loss(
 
     def decorate(fn: F) -> F:
         needs = _arguments(name, fn)
-        entry = PolicyLoss(name, fn, config, needs, level or _default_level(needs), reduction, surrogate)
+        entry = PolicyLoss(name, fn, config, needs, level or _default_level(needs), reduction, surrogate, selection)
         _REGISTRY.add(name, entry, aliases)
         return fn
 

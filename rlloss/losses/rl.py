@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.kl import kl_penalty, resolve_kl_kind
+from rlloss.functional.policy import RatioKind, bounded_ratio, log_ratio_of
 from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field, offsets_of, refuse_nan
 from rlloss.losses.config import BaseLossConfig
@@ -36,10 +37,15 @@ class BaseRLLossConfig(BaseLossConfig):
     """Estimator: k1 (kl), abs, k2 (mse), k3 (low_var_kl); a trailing + takes the gradient of k2. None is k3."""
     kl_value_cap: float | None = Field(default=10.0, gt=0.0)
     """Bound of k3, nats; None removes it."""
+    kl_importance: RatioKind | None = None
+    """Multiply the KL of each token by this ratio to the old policy, with its gradient (DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1; TRL's use_bias_correction_kl at its two levels). None: no factor."""
     rollout_is: RolloutImportanceSampling = Field(default_factory=RolloutImportanceSampling)
     """Correction for log-probs of the sampling engine that differ from the trainer's."""
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Entropy bonus: entropy_coef * mean entropy is subtracted from the loss."""
+    entropy_reduction: Reduction | None = None
+    """Denominator of the entropy term; None is loss_reduction. TRL divides it by tokens whatever the loss type."""
     on_policy: bool = False
     """Without old log-probs take the current ones: ratio 1, gradient -A."""
     loss_reduction: Reduction = "token"
@@ -61,7 +67,7 @@ class BaseRLLossConfig(BaseLossConfig):
                 f"policy. Use 'k3', or 'k1+' for the unbiased gradient.",
                 stacklevel=2,
             )
-        if (self.loss_reduction == "constant") != (self.loss_length is not None):
+        if ("constant" in (self.loss_reduction, self.entropy_reduction)) != (self.loss_length is not None):
             raise ConfigError(
                 f"{name}: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. "
                 f"The constant reduction "
@@ -73,23 +79,36 @@ class BaseRLLossConfig(BaseLossConfig):
         """The terms KL and entropy, where they are switched on."""
         terms = []
         if self.use_kl_loss and self.kl_loss_coef:
-            terms.append(self._term("kl", self._kl, self.kl_loss_coef))
+            terms.append(self._kl_term())
         if self.entropy_coef:
-            terms.append(self._term("entropy", _entropy, -self.entropy_coef, needs_entropy=True))
+            terms.append(self._entropy_term())
         return tuple(terms)
 
-    def _term(self, name: str, fn: Any, coef: float, needs_entropy: bool = False) -> Term:
+    def _kl_term(self) -> Term:
         return Term(
-            name,
-            fn,
+            "kl",
+            self._kl,
+            level="token" if self.kl_importance in (None, "token") else "sequence",
             reduction=self.loss_reduction,
-            coef=coef,
-            needs_entropy=needs_entropy,
+            coef=self.kl_loss_coef,
+            loss_length=self.loss_length,
+        )
+
+    def _entropy_term(self) -> Term:
+        return Term(
+            "entropy",
+            _entropy,
+            reduction=self.entropy_reduction or self.loss_reduction,
+            coef=-self.entropy_coef,
+            needs_entropy=True,
             loss_length=self.loss_length,
         )
 
     def _kl(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         kl = kl_penalty(stats.log_prob, loss_kwargs.ref_logprobs, self.kl_loss_type or "k3", self.kl_value_cap)
+        if self.kl_importance is not None:
+            old = stats.log_prob.detach() if loss_kwargs.old_logprobs is None else loss_kwargs.old_logprobs
+            kl = kl * bounded_ratio(log_ratio_of(stats.log_prob, old, stats.segments, self.kl_importance))
         return kl, {"kl": mean_of(kl)}
 
 
@@ -106,7 +125,8 @@ class BaseRLLossKwargs(BaseLossKwargs):
         old_logprobs: Log-probs of the policy that the ratio is taken against, nats.
         ref_logprobs: Log-probs of the reference policy, nats.
         rollout_logprobs: Log-probs of the sampling engine, nats.
-        selection_logprobs: Log-probs of the current policy at the start of the step, for choices that it makes, nats.
+        selection_logprobs: Log-probs of the current policy at the start of the step, for choices that it makes, nats;
+            None: the old ones, equal to them in the first update of a step.
         is_weights: Importance weights of the policy term (`rollout_is_weights` in a batch).
         policy_loss_weight: Token weights of the policy term, coefficient and importance weights included.
         kl_loss_weight: Token weights of the KL term, its coefficient included.
@@ -140,7 +160,10 @@ class BaseRLLossContext(BaseLossContext):
 
     def needed(self) -> tuple[str, ...]:
         """Names of the log-probs that the loss cannot do without."""
-        return ("ref_logprobs",) if any(term.name == "kl" for term in self.loss_cfg.terms()) else ()
+        if not any(term.name == "kl" for term in self.loss_cfg.terms()):
+            return ()
+        ratio = self.loss_cfg.kl_importance is not None and not self.loss_cfg.on_policy
+        return ("ref_logprobs", "old_logprobs") if ratio else ("ref_logprobs",)
 
     def prepare(self) -> Tensor | None:
         """Checks tensors that may have been set after `build`; tokens with an infinite log-prob leave the step.

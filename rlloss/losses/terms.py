@@ -10,8 +10,10 @@ from torch import Tensor
 from rlloss.errors import NotCalibratedError
 from rlloss.metrics import Metric, Sum
 
-Level = Literal["token", "sequence", "step"]
-LEVELS = ("token", "sequence", "step")
+Level = Literal["token", "step", "sequence"]
+LEVELS = ("token", "step", "sequence")
+"""What a number depends on, lowest first: its token; its token and a choice over the step that `build_batches` made;
+its sequence. Only the last one keeps a loss from being evaluated chunk by chunk."""
 
 Reduction = Literal["token", "sample", "square", "sequence_sum", "constant", "prompt", "sum"]
 
@@ -27,7 +29,7 @@ class Term:
     Attributes:
         name: Its name; `<name>_loss` is its share of the loss in the metrics.
         fn: From stats and flat kwargs to `[N]` or a weighted scalar.
-        level: "token" when its numbers depend on their own token only, "sequence", or "step".
+        level: "token" when its numbers depend on their own token only, "step", or "sequence"; see `LEVELS`.
         mask: Which of the tokens that count it is about: kwargs -> bool in the shape of the labels; None is all.
         reduction: Its denominator.
         coef: Factor; the weights in the kwargs contain it.
@@ -56,7 +58,7 @@ class Term:
     @property
     def needs_sequences(self) -> bool:
         """Whether the term or its denominator must know where sequences begin."""
-        return self.level == "sequence" or self.reduction not in ("token", "sum")
+        return self.level != "token" or self.reduction not in ("token", "sum")
 
 
 def evaluate(terms: Sequence[Term], stats: NamedTuple, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
