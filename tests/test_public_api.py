@@ -44,7 +44,15 @@ SIGNATURES: dict[str, tuple[Any, list[str]]] = {
     "Context": (rlloss.BaseLossContext.__init__, ["self", "loss_cfg", "loss_kwargs"]),
     "register_policy_loss": (
         rlloss.register_policy_loss,
-        ["name", "*config=None", "*aliases=()", "*level=None", "*reduction=None", "*surrogate=False", "*selection=None"],
+        [
+            "name",
+            "*config=None",
+            "*aliases=()",
+            "*level=None",
+            "*reduction=None",
+            "*surrogate=False",
+            "*selection=None",
+        ],
     ),
     "gather_logprobs": (rlloss.gather_logprobs, ["logits", "shifted_labels", "temperature=1.0"]),
     "Totals": (rlloss.Totals, ["tokens=None", "sequences=None", "prompts=None", "world=None"]),
