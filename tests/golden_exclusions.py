@@ -10,8 +10,6 @@ OTHERS_ERRORS = "the text of another library's errors"
 
 EXCLUSIONS = (
     # XTuner
-    Exclusion("cases:Oreal", LOSSES),
-    Exclusion("cases:CE", LOSSES, name="ce-square-.*"),
     Exclusion("advantages:.*", LOSSES),
     # verl
     Exclusion("core_algos policy loss '.*'", LOSSES),

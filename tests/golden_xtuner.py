@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from golden_cases import Case, assert_close, family, tensor
-from rlloss import CELossConfig, CELossContext, GRPOLossConfig, GRPOLossContext
+from rlloss import CELossConfig, CELossContext, GRPOLossConfig, GRPOLossContext, OrealLossConfig, OrealLossContext
 
 # XTuner's logits are float32; liger's log-probs are float32 here as well.
 TOLERANCE = 1e-6
@@ -76,3 +76,12 @@ def cross_entropy(case: Case, head: Head) -> None:
     config = CELossConfig(**case.data["config"] | head.fields())
     contexts = [config.build(batch_of(row, ())) for row in case.data["micro_batches"]]
     check_step(case, CELossContext.build_batches(contexts))
+
+
+@family("cases:Oreal", HEADS)
+def oreal(case: Case, head: Head) -> None:
+    """OREAL: policy on positive and negative tokens, SFT on positive ones, KL."""
+    config = OrealLossConfig(**case.data["config"] | head.fields())
+    keys = ("advantages", "old_logprobs", "ref_logprobs", "is_weights")
+    contexts = [config.build(batch_of(row, keys)) for row in case.data["micro_batches"]]
+    check_step(case, OrealLossContext.build_batches(contexts))

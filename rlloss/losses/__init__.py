@@ -7,6 +7,7 @@ from rlloss.losses.entropy import AdaptiveEntropyCoef
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
+from rlloss.losses.oreal import OrealLossConfig, OrealLossContext, OrealLossKwargs
 from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_covariance import ClipCovConfig, KLCovConfig
 from rlloss.losses.policy_losses import ClipConfig, GMPOConfig, GSPOConfig, RatioConfig, SAPOConfig, VanillaConfig
@@ -64,6 +65,9 @@ __all__ = [
     "LogProbKwargs",
     "LossOutput",
     "OPMDConfig",
+    "OrealLossConfig",
+    "OrealLossContext",
+    "OrealLossKwargs",
     "PPOLossConfig",
     "PPOLossContext",
     "PPOLossKwargs",

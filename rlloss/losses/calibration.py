@@ -68,7 +68,8 @@ def calibrate(
     counts = _count(contexts, terms, parts, problem, group, totals)
     for index, term in enumerate(terms):
         for context, part in zip(contexts, parts[index], strict=True):
-            _assign_weights(context, term, part, counts[index])
+            shared = term.weight_name in {earlier.weight_name for earlier in terms[:index]}
+            _assign_weights(context, term, part, counts[index], add=shared)
     for context in contexts:
         context._batch_size, context._group, context._world = len(contexts), group, totals.world
         counted = terms and (totals.tokens is not None or totals.counts(terms[0].reduction))
@@ -234,7 +235,8 @@ def _check_ranks(head: Tensor, problem: BatchError | None, reduce_loss: bool, ra
         )
 
 
-def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts) -> None:
+def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts, add: bool) -> None:
+    """Assigns the weights of a term; `add`: to those of an earlier term that has the same field for other tokens."""
     kwargs = context.loss_kwargs
     weights = term.coef * _inverse_denominator(term, part, counts)
     weights = torch.where(part.mask, weights, 0.0)
@@ -242,7 +244,8 @@ def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts) -> N
         weights = weights * part.layout.take(getattr(kwargs, term.factor_field)).double()
     floating = [tensor.dtype for tensor in kwargs.tensors().values() if tensor.is_floating_point()]
     dtype = torch.float64 if torch.float64 in floating else torch.float32
-    setattr(kwargs, term.weight_name, part.layout.put(weights.to(dtype)))
+    placed = part.layout.put(weights.to(dtype))
+    setattr(kwargs, term.weight_name, getattr(kwargs, term.weight_name) + placed if add else placed)
 
 
 def _inverse_denominator(term: Term, part: _Part, counts: _Counts) -> Tensor:

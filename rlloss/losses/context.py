@@ -266,10 +266,7 @@ class BaseLossContext:
         return self._finish(loss, None, extra)
 
     def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
-        segments = self.layout.segments
         extra["loss"] = Sum(local.detach().double())
-        extra["tokens"] = Sum(local.new_tensor(float(self.layout.num_tokens), dtype=torch.float64))
-        extra["sequences"] = Sum((segments.sizes > 0).sum().double())
         sizes = self.layout.segments.sizes
         extra["tokens"], extra["sequences"] = Sum(sizes.sum()), Sum((sizes > 0).double().sum())
         extra.update(self._step_metrics)

@@ -33,7 +33,8 @@ class Term:
         mask: Which of the tokens that count it is about: kwargs -> bool in the shape of the labels; None is all.
         reduction: Its denominator.
         coef: Factor; the weights in the kwargs contain it.
-        weight_field: Kwargs field that holds its weights; `<name>_loss_weight` by default.
+        weight_field: Kwargs field that holds its weights; `<name>_loss_weight` by default. Terms on disjoint tokens may
+            share one.
         needs_entropy: Whether it reads the entropy (with gradient).
         factor_field: Kwargs field `[B, T]` that multiplies its weights (importance weights), or None.
         loss_length: L of the reduction "constant".
