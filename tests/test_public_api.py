@@ -20,7 +20,6 @@ ActorCriticLossConfig ActorCriticLossContext ActorCriticLossKwargs
 BaseLossConfig BaseLossContext BaseLossKwargs BaseRLLossConfig BaseRLLossContext BaseRLLossKwargs PerSequence PerToken
 PolicyLossConfig Term TokenStats get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
 gather_logprobs kl_penalty AdaptiveEntropyCoef
-gather_logprobs kl_penalty
 OrealLossConfig OrealLossContext OrealLossKwargs
 errors metrics
 """.split()  # noqa: SIM905
