@@ -1,7 +1,7 @@
-"""The passes over one tile of logits, in place: forward to `E = exp(q)`, and from `E` to gradients.
+"""The mathematics of a row: from logits to log-probs, and from `E = exp(q)` to gradients.
 
-With `q = z - max z` (bounded below) and y the label: the target column of `E` is 0 before anything is summed, so that
-`r = sum E` keeps its digits when the policy is nearly certain, where `1 - p_y` would have none.
+With `q = z - shift` and y the label: the label's column of `E` is 0 before anything is summed, so that `r = sum E`
+keeps its digits when the policy is nearly certain, where `1 - p_y` would have none.
 """
 
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ class RowStats:
 
     Attributes:
         log_prob: Log-prob of the label, nats.
-        peak: Largest logit, the shift of q.
+        shift: What q is the logit less of: the largest logit, or a number near it.
         q_label: q of the label.
         rest: Sum of `E` over the other words, r.
         total: `s = r + exp(q_y)`.
@@ -28,7 +28,7 @@ class RowStats:
     """
 
     log_prob: Tensor
-    peak: Tensor
+    shift: Tensor
     q_label: Tensor
     rest: Tensor
     total: Tensor
@@ -69,9 +69,15 @@ class RowGradients:
     entropy: Tensor | None = None
     extra: Tensor | None = None
 
-    def pick(self, rows: Tensor) -> "RowGradients":
+    def pick(self, rows: Tensor | slice) -> "RowGradients":
         """Returns the derivatives of some of the rows."""
         return RowGradients(*(None if part is None else part[rows] for part in self._parts()))  # type: ignore[arg-type]
+
+    @staticmethod
+    def cat(parts: "list[RowGradients]") -> "RowGradients":
+        """Joins the derivatives of consecutive chunks."""
+        columns = zip(*(part._parts() for part in parts), strict=True)
+        return RowGradients(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
     def nonzero(self) -> Tensor:
         """Returns which rows have a derivative that is not exactly zero, `[C]` bool; NaN counts as one."""
@@ -94,10 +100,10 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class Transform:
-    """From a raw product `h W^T` to logits: `z = softcap(scale * (product + bias)) / temperature`.
+    """From a product `u = h W^T + bias` to logits: `z = softcap(scale * u) / temperature`.
 
     Attributes:
-        bias: `[V]` or `None`.
+        bias: `[V]` or `None`; the product contains it already.
         scale: Logit scale.
         softcap: Final soft cap or `None`.
     """
@@ -107,54 +113,52 @@ class Transform:
     softcap: float | None
 
     def apply_(self, product: Tensor, temperature: float | Tensor) -> Tensor:
-        """Turns a raw product into logits, in place."""
-        if self.bias is not None:
-            product.add_(self.bias)
+        """Turns a product into logits, in place."""
         if self.softcap is not None:
             product.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        elif not isinstance(temperature, Tensor):
+            gain = self.scale / temperature
+            return product if gain == 1.0 else product.mul_(gain)
         elif self.scale != 1.0:
             product.mul_(self.scale)
         if isinstance(temperature, Tensor):
             return product.div_(temperature[:, None])
         return product if temperature == 1.0 else product.div_(temperature)
 
-    def slope(self, q: Tensor, peak: Tensor, temperature: float | Tensor) -> Tensor | float:
-        """Derivative of the logits by the raw product at `q`: a number for each row, or for each element with a cap."""
+    def slope(self, q: Tensor, shift: Tensor, temperature: float | Tensor) -> Tensor | float:
+        """Derivative of the logits by the product at `q`: a number for each row, or for each element with a cap."""
         column = temperature[:, None] if isinstance(temperature, Tensor) and q.ndim == 2 else temperature
         factor = self.scale / column
         if self.softcap is None:
             return factor
-        capped = (q + (peak[:, None] if q.ndim == 2 else peak)) * column / self.softcap
+        capped = (q + (shift[:, None] if q.ndim == 2 else shift)) * column / self.softcap
         return factor * (1.0 - capped.square())
 
 
-def exponentiate_(logits: Tensor, labels: Tensor, with_entropy: bool, extra_ids: Tensor | None = None) -> RowStats:
-    """Replaces a tile of logits by `E` with the target column at 0, and returns its row numbers.
+def row_stats(
+    rest: Tensor, weighted: Tensor | None, shift: Tensor, label_logit: Tensor, extra_logits: Tensor | None
+) -> RowStats:
+    """Finishes the numbers of each row from sums over the words other than the label.
 
     Args:
-        logits: `[C, V]`, overwritten.
-        labels: `[C]` int64.
-        with_entropy: Whether entropies are wanted.
-        extra_ids: `[C, K]` int64, more words whose log-probs are wanted, or `None`.
+        rest: `[C]`, sum of `E`.
+        weighted: `[C]`, sum of `E q`, or `None` when no entropies are wanted.
+        shift: `[C]`, what was taken from the logits before `exp`.
+        label_logit: `[C]`, logit of the label.
+        extra_logits: `[C, K]`, logits of more words, or `None`.
     """
-    column = labels[:, None]
-    peak = logits.amax(dim=-1)
-    q = logits.sub_(peak[:, None])
-    if with_entropy:
-        q.clamp_(min=LOG_FLOOR)
-    q_label = q.gather(1, column).squeeze(1).clamp(min=LOG_FLOOR)
-    q_extra = None if extra_ids is None else q.gather(1, extra_ids).clamp(min=LOG_FLOOR)
-    exponentials = q.exp_()
-    exponentials.scatter_(1, column, 0.0)
-    rest = exponentials.sum(dim=-1)
+    q_label = (label_logit - shift).clamp(min=LOG_FLOOR)
+    q_extra = None if extra_logits is None else (extra_logits - shift[:, None]).clamp(min=LOG_FLOOR)
     label_part = q_label.exp()
     total = rest + label_part
     log_total = torch.where(q_label == 0, torch.log1p(rest), torch.log(total))
+    # log p = -log(1 + r / E_y) has all its digits, from nearly certain labels to the rarest that E_y can hold.
+    rare = label_part < torch.finfo(total.dtype).tiny
+    log_prob = torch.where(rare, q_label - log_total, -torch.log1p(rest / label_part))
     entropy = None
-    if with_entropy:
-        weighted = torch.special.xlogy(exponentials, exponentials).sum(dim=-1)
+    if weighted is not None:
         entropy = log_total - (weighted + label_part * q_label) / total
-    return RowStats(q_label - log_total, peak, q_label, rest, total, log_total, entropy, q_extra)
+    return RowStats(log_prob, shift, q_label, rest, total, log_total, entropy, q_extra)
 
 
 def label_gradient(stats: RowStats, grads: RowGradients) -> Tensor:
@@ -168,7 +172,7 @@ def label_gradient(stats: RowStats, grads: RowGradients) -> Tensor:
 
 
 def off_label_gradient_(exponentials: Tensor, stats: RowStats, grads: RowGradients) -> Tensor:
-    """Replaces `E` by the negative derivative of the loss by the other words' logits, in place.
+    """Replaces some columns of `E` by the negative derivative of the loss by the other words' logits, in place.
 
     `D = (E / s) (g + sum_k g_k + e (q - log s + H))`, with q read back from `E`; what `g_k` adds at its own word comes
     later.
@@ -177,6 +181,7 @@ def off_label_gradient_(exponentials: Tensor, stats: RowStats, grads: RowGradien
     row = (whole / stats.total)[:, None]
     if grads.entropy is None or stats.entropy is None:
         return exponentials.mul_(row)
-    shift = ((grads.entropy / stats.total) * (stats.entropy - stats.log_total))[:, None]
-    curved = torch.special.xlogy(exponentials, exponentials).mul_((grads.entropy / stats.total)[:, None])
-    return exponentials.mul_(row + shift).add_(curved)
+    share = (grads.entropy / stats.total)[:, None]
+    row = row + share * (stats.entropy - stats.log_total)[:, None]
+    curved = torch.special.xlogy(exponentials, exponentials)
+    return exponentials.mul_(row).addcmul_(curved, share)

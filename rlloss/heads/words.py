@@ -1,0 +1,37 @@
+"""Where single words of each row stand in a chunk of logits that is cut into column tiles."""
+
+import torch
+from torch import Tensor
+
+
+class WordPlaces:
+    """Places of words `[C, J]`, grouped by the tile that holds them.
+
+    Args:
+        ids: `[C, J]` int64 in `[0, V)`.
+        vocabulary: V.
+        width: Columns of a tile; the last one may have fewer.
+    """
+
+    def __init__(self, ids: Tensor, vocabulary: int, width: int) -> None:
+        self.count = ids.numel()
+        row = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        self._order: Tensor | None = None
+        self._bounds = [0, self.count]
+        if width >= vocabulary:
+            self._places = (row * vocabulary + ids).reshape(-1)
+            return
+        tile = ids // width
+        start = tile * width
+        columns = (vocabulary - start).clamp(max=width)
+        places = (row * columns + ids - start).reshape(-1)
+        flat = tile.reshape(-1)
+        self._order = flat.argsort(stable=True)
+        self._places = places.index_select(0, self._order)
+        sizes = torch.bincount(flat, minlength=-(-vocabulary // width))
+        self._bounds = [0, *sizes.cumsum(0).tolist()]
+
+    def of(self, tile: int) -> tuple[Tensor, Tensor | None]:
+        """Returns places within a flattened tile, and which of the C * J words they are (`None`: all, in order)."""
+        part = slice(self._bounds[tile], self._bounds[tile + 1])
+        return self._places[part], None if self._order is None else self._order[part]
