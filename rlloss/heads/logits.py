@@ -33,7 +33,9 @@ def log_probs_of(
     Returns:
         `[N]`, `[N]` or `None`, `[N, K]` or `None`, nats.
     """
-    shifted = (logits - logits.detach().amax(dim=-1, keepdim=True)).clamp(min=LOG_FLOOR)
+    shifted = logits - logits.detach().amax(dim=-1, keepdim=True)
+    # Unlike clamp, this leaves the gradient of a NaN a NaN.
+    shifted = shifted.masked_fill(shifted < LOG_FLOOR, LOG_FLOOR)
     log_sum = torch.logsumexp(shifted, dim=-1)
     log_prob = shifted.gather(-1, labels[:, None]).squeeze(-1) - log_sum
     extra = None if extra_ids is None else shifted.gather(-1, extra_ids) - log_sum[:, None]
