@@ -286,6 +286,37 @@ def test_a_registered_loss_runs_in_every_mode(head: Head, mine: str) -> None:
     assert step.rows[0] == pytest.approx([-1.0 * 0.6321206, 1.0 * 0.6321206], abs=1e-6)
 
 
+@every_mode
+def test_a_nan_row_without_a_gradient_is_as_visible_as_in_eager_mode(head: Head, mine: str) -> None:
+    """Advantage 0 and hidden states that are NaN: 0 * NaN is NaN, although the row's derivative is exactly 0."""
+    hidden = tok(-1.0, -2.0)
+    hidden[0, 1] = math.nan
+    step = run_step(grpo(head, policy_loss_cfg={"loss_type": mine}), [policy_batch([-1.0, -2.0], [1.0, 0.0])], [hidden])
+    assert math.isnan(step.loss)
+    assert step.hidden_grads[0][0, 1].isnan().any()
+    assert step.weight_grad.isnan().any()
+
+
+@pytest.fixture
+def plain_ratio() -> Iterator[str]:
+    """A registered loss that leaves it to the context to give old log-probs without a graph."""
+
+    @register_policy_loss("plain_ratio")
+    def loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+        return -advantages * (log_prob - old_log_prob).exp()
+
+    yield "plain_ratio"
+    unregister_policy_loss("plain_ratio")
+
+
+@every_mode
+def test_g10_on_policy_has_the_gradient_of_old_equal_to_new(head: Head, plain_ratio: str) -> None:
+    batch = {"shifted_labels": labels(1), "advantages": row(2.0)}
+    step = run_step(grpo(head, policy_loss_cfg={"loss_type": plain_ratio}, on_policy=True), [batch], [tok(-1.0)])
+    assert step.loss == pytest.approx(-2.0, abs=1e-6)
+    assert step.rows[0] == pytest.approx([-2.0 * 0.6321206, 2.0 * 0.6321206], abs=1e-6)
+
+
 # E18: a field changes something, or is refused, in every mode. A row: field, another value, what else it needs.
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "ignore_idx": (1, {}),
