@@ -33,7 +33,8 @@ config = TrainConfig(
         steps=200,
         rollout=RolloutConfig(prompts=128, group_size=8, max_new_tokens=5),
         updates_per_epoch=4,
-        skip_equal_groups=True,
+        negative_scale=0.0,
+        skip_zero_advantages=True,
         optimizer=OptimizerConfig(lr=2e-4, betas=(0.9, 0.99)),
         loss=GRPOLossConfig(
             policy_loss_cfg={"loss_type": "vanilla", "cliprange_low": 0.2, "cliprange_high": 0.28},

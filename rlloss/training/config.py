@@ -131,8 +131,11 @@ class GRPOConfig(StrictModel):
     """Sequences of one forward pass."""
     normalize_std: bool = True
     """Divide a group's advantages by their standard deviation."""
-    skip_equal_groups: bool = False
-    """Leave groups whose rewards are all equal out of the updates: their advantages are 0."""
+    negative_scale: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Advantages below 0 are multiplied by it. Where right responses are alike and wrong ones differ, pushing down
+    wrong ones is mostly noise, and a small scale learns faster; 0 learns from the better responses alone."""
+    skip_zero_advantages: bool = False
+    """Leave responses whose advantage is 0 out of the updates, above all those of groups with equal rewards."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimiser of this phase; its warm-up counts rollouts."""
     loss: GRPOLossConfig = Field(default_factory=lambda: GRPOLossConfig(policy_loss_cfg={}, mode="chunk"))
@@ -145,10 +148,10 @@ class GRPOConfig(StrictModel):
                 f"GRPOConfig: loss.temperature={self.loss.temperature} has no effect here: the loss takes the "
                 "temperature of the sampling. Set rollout.temperature instead."
             )
-        if self.skip_equal_groups and self.loss.use_kl_loss:
+        if self.skip_zero_advantages and (self.loss.use_kl_loss or self.loss.entropy_coef):
             raise ConfigError(
-                "GRPOConfig: skip_equal_groups=True would leave those groups out of the KL loss too. "
-                "Use loss.use_kl_loss=False, or skip_equal_groups=False."
+                "GRPOConfig: skip_zero_advantages=True would leave those responses out of the KL loss and the entropy "
+                "bonus too. Use loss.use_kl_loss=False and loss.entropy_coef=0, or skip_zero_advantages=False."
             )
         return self
 

@@ -60,6 +60,7 @@ class GRPOPhase(Phase):
         rewards = self._rewards(rollout, [self.task.train[place] for place in chosen])
         sampled = time.perf_counter()
         advantages = grpo_advantages(rewards, rollout.group_ids, normalize_std=self.config.normalize_std)
+        advantages = torch.where(advantages < 0, advantages * self.config.negative_scale, advantages)
         metrics = _rollout_metrics(rollout, rewards, self.config.rollout.group_size)
         metrics |= self._optimize(rollout, advantages, index)
         metrics |= {"seconds_rollout": sampled - started, "seconds_update": time.perf_counter() - sampled}
@@ -82,7 +83,7 @@ class GRPOPhase(Phase):
     def _optimize(self, rollout: Rollout, advantages: Tensor, index: int) -> dict[str, float]:
         """Makes every optimiser step of one rollout."""
         rows = torch.arange(len(advantages), device=advantages.device)
-        if self.config.skip_equal_groups:
+        if self.config.skip_zero_advantages:
             rows = rows[advantages != 0]
         if not len(rows):
             return {"updates": 0.0}

@@ -108,9 +108,9 @@ def test_show_prints_a_config_that_builds_the_same(path: Path, capsys: pytest.Ca
     assert TrainConfig(**shown) == load_config(path, TrainConfig, ["seed=5"])
 
 
-def test_skipping_groups_would_skip_their_kl() -> None:
-    with pytest.raises(ConfigError, match="skip_equal_groups"):
-        GRPOConfig(skip_equal_groups=True, loss={"use_kl_loss": True})  # type: ignore[arg-type]
+def test_skipping_responses_would_skip_their_kl() -> None:
+    with pytest.raises(ConfigError, match="skip_zero_advantages"):
+        GRPOConfig(skip_zero_advantages=True, loss={"use_kl_loss": True})  # type: ignore[arg-type]
 
 
 def test_model_sizes_fit() -> None:

@@ -209,3 +209,19 @@ def _tiny_file(folder: Path) -> Path:
     path = folder / "tiny_config.py"
     path.write_text("from training.helpers import tiny_config\nconfig = tiny_config()\n")
     return path
+
+
+def test_better_responses_alone(tmp_path: Path) -> None:
+    """Without negative advantages and those that are 0, the updates see the responses above their group's mean."""
+    overrides = ["grpo.negative_scale=0", "grpo.skip_zero_advantages=true", "grpo.updates_per_epoch=1"]
+    run = Run(load_config(_tiny_file(tmp_path), TrainConfig, [*overrides, "grpo.steps=1"]), tmp_path / "run")
+    phase = run._grpo()
+    seen = []
+    original = phase._batch
+    phase._batch = lambda *arguments: seen.append(original(*arguments)) or seen[-1]
+    rewards = torch.zeros(24)
+    rewards[[0, 5, 6]] = 1.0  # groups of four: one right, two right, and four groups without any
+    phase._rewards = lambda *arguments: rewards
+    metrics = phase.step(0)
+    assert metrics["sequences"] == 3
+    assert bool((seen[0]["advantages"] > 0).all())
