@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlloss.cli_bench import add_bench_options, run_bench
 from rlloss.cli_check import run_check
 from rlloss.cli_list import run_list
 from rlloss.config_file import load_config
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     check = _verb(verbs, "check", run_check, "try every loss of a config file on random data")
     _add_config(check)
     check.add_argument("--seed", type=int, default=0, help="seed of the random data")
+    add_bench_options(_verb(verbs, "bench", run_bench, "time, memory and accuracy of the modes and of installed peers"))
     return parser
 
 

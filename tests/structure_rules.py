@@ -30,6 +30,7 @@ FLOORS: dict[str, float] = {
     "training": 3,
     "config_file": 4,
     "compat": 4,
+    "bench": 4,
     "__main__": 4,
 }
 # Modules of one floor are siblings that may not see each other, but the single files of floor 0 and of floor 4 share
@@ -39,13 +40,13 @@ SHARED_FOLDER_FLOORS = {0, 4}
 # package -> prefixes of the modules that may import it
 GATED_PACKAGES: dict[str, tuple[str, ...]] = {
     "pydantic": ("rlloss.losses", "rlloss.training", "rlloss.cli", "rlloss.config_file", "rlloss.compat"),
-    "liger_kernel": ("rlloss.heads.liger",),
+    "liger_kernel": ("rlloss.heads.liger", "rlloss.bench"),
     "triton": ("rlloss.heads.liger",),
     "transformers": ("rlloss.training", "rlloss.compat.hf"),
     "reasoning_gym": ("rlloss.training",),
     "tensorboard": ("rlloss.training",),
-    "matplotlib": ("rlloss.training",),
-    "rich": ("rlloss.training", "rlloss.cli"),
+    "matplotlib": ("rlloss.training", "rlloss.bench"),
+    "rich": ("rlloss.training", "rlloss.cli", "rlloss.bench"),
 }
 COLLECTIVES = frozenset(
     {
