@@ -270,7 +270,7 @@ class BaseLossContext:
         sizes = self.layout.segments.sizes
         extra["tokens"], extra["sequences"] = Sum(sizes.sum()), Sum((sizes > 0).double().sum())
         extra.update(self._step_metrics)
-        extra["dropped_tokens"] = Sum(segments.sizes.new_zeros(()) if self._dropped is None else self._dropped)
+        extra["dropped_tokens"] = Sum(sizes.new_zeros(()) if self._dropped is None else self._dropped)
         return LossOutput(self._over_ranks(local), LossDetails(logits, extra))
 
     def _over_ranks(self, local: Tensor) -> Tensor:
