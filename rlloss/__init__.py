@@ -1,6 +1,7 @@
 """rlloss: the loss layer of reinforcement-learning post-training for language models."""
 
 from rlloss import errors, metrics
+from rlloss.functional.distill import reverse_kl_advantages
 from rlloss.functional.kl import kl_penalty
 from rlloss.heads import TokenStats, gather_logprobs
 from rlloss.losses import (
@@ -17,6 +18,9 @@ from rlloss.losses import (
     CELossConfig,
     CELossContext,
     CELossKwargs,
+    DistillLossConfig,
+    DistillLossContext,
+    DistillLossKwargs,
     GRPOLossConfig,
     GRPOLossContext,
     GRPOLossKwargs,
@@ -24,6 +28,9 @@ from rlloss.losses import (
     LogProbContext,
     LogProbKwargs,
     LossOutput,
+    MixedLossConfig,
+    MixedLossContext,
+    MixedLossKwargs,
     OrealLossConfig,
     OrealLossContext,
     OrealLossKwargs,
@@ -61,6 +68,9 @@ __all__ = [
     "CELossConfig",
     "CELossContext",
     "CELossKwargs",
+    "DistillLossConfig",
+    "DistillLossContext",
+    "DistillLossKwargs",
     "GRPOLossConfig",
     "GRPOLossContext",
     "GRPOLossKwargs",
@@ -68,6 +78,9 @@ __all__ = [
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
+    "MixedLossConfig",
+    "MixedLossContext",
+    "MixedLossKwargs",
     "OrealLossConfig",
     "OrealLossContext",
     "OrealLossKwargs",
@@ -91,5 +104,6 @@ __all__ = [
     "metrics",
     "policy_loss_names",
     "register_policy_loss",
+    "reverse_kl_advantages",
     "unregister_policy_loss",
 ]

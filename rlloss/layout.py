@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloss.distributed import Group, all_reduce_max, differentiable_sum
+from rlloss.errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,32 @@ def token_layout(mask: Tensor, cu_seq_lens: Tensor | None, num_tokens: int, grou
     else:
         segments = Segments(sequence_of(flat, cu_seq_lens), int(cu_seq_lens.shape[0]) - 1, group)
     return TokenLayout((rows, columns), None if full else flat, segments)
+
+
+def from_jagged(tensor: Tensor) -> Tensor:
+    """Returns a jagged tensor `[B, j, ...]` as one packed row `[1, T, ...]`, differentiable; any other as it is."""
+    if not tensor.is_nested:
+        return tensor
+    return _contiguous(tensor).values()[None]
+
+
+def jagged_offsets(tensor: Tensor) -> Tensor:
+    """Returns the offsets `[B+1]` int32 of the rows of a jagged tensor.
+
+    Raises:
+        BatchError: It is nested in the older layout.
+    """
+    offsets: Tensor = _contiguous(tensor).offsets()  # type: ignore[attr-defined]
+    return offsets.to(torch.int32)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.jagged:
+        raise BatchError(
+            f"a nested tensor has layout {tensor.layout}, expected torch.jagged. Make it with "
+            f"torch.nested.nested_tensor(rows, layout=torch.jagged)."
+        )
+    return tensor.contiguous()
 
 
 def sequence_of(positions: Tensor, cu_seq_lens: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ PPOLossConfig PPOLossContext PPOLossKwargs ValueLossConfig ValueLossContext Valu
 ActorCriticLossConfig ActorCriticLossContext ActorCriticLossKwargs
 BaseLossConfig BaseLossContext BaseLossKwargs BaseRLLossConfig BaseRLLossContext BaseRLLossKwargs PerSequence PerToken
 PolicyLossConfig Term TokenStats get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
-gather_logprobs kl_penalty AdaptiveEntropyCoef
-OrealLossConfig OrealLossContext OrealLossKwargs
+gather_logprobs kl_penalty AdaptiveEntropyCoef reverse_kl_advantages
+OrealLossConfig OrealLossContext OrealLossKwargs MixedLossConfig MixedLossContext MixedLossKwargs
+DistillLossConfig DistillLossContext DistillLossKwargs
 errors metrics
 """.split()  # noqa: SIM905
 

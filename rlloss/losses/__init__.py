@@ -3,10 +3,12 @@
 from rlloss.losses.ce import CELossConfig, CELossContext, CELossKwargs
 from rlloss.losses.config import BaseLossConfig, StrictModel
 from rlloss.losses.context import BaseLossContext
+from rlloss.losses.distill import DistillLossConfig, DistillLossContext, DistillLossKwargs
 from rlloss.losses.entropy import AdaptiveEntropyCoef
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
+from rlloss.losses.mixed import MixedLossConfig, MixedLossContext, MixedLossKwargs
 from rlloss.losses.oreal import OrealLossConfig, OrealLossContext, OrealLossKwargs
 from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_covariance import ClipCovConfig, KLCovConfig
@@ -54,6 +56,9 @@ __all__ = [
     "ClipCovConfig",
     "DPPOConfig",
     "DROConfig",
+    "DistillLossConfig",
+    "DistillLossContext",
+    "DistillLossKwargs",
     "GMPOConfig",
     "GRPOLossConfig",
     "GRPOLossContext",
@@ -64,6 +69,9 @@ __all__ = [
     "LogProbContext",
     "LogProbKwargs",
     "LossOutput",
+    "MixedLossConfig",
+    "MixedLossContext",
+    "MixedLossKwargs",
     "OPMDConfig",
     "OrealLossConfig",
     "OrealLossContext",

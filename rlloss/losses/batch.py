@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.errors import BatchError
-from rlloss.layout import spread_over_tokens
+from rlloss.layout import from_jagged, jagged_offsets, spread_over_tokens
 from rlloss.losses.kwargs import BaseLossKwargs, Offsets, PerSequence, PerToken
 
 K = TypeVar("K", bound=BaseLossKwargs)
@@ -27,7 +27,7 @@ def kwargs_of(cls: type[K], data: Mapping[str, Any], ignore_idx: int, sp_mesh: D
     Raises:
         BatchError: A required key is missing, or a tensor does not fit.
     """
-    present = {key: value for key, value in data.items() if value is not None}
+    present = packed_mapping(data)
     _require(cls, present)
     labels = _labels(present["shifted_labels"])
     offsets = _offsets(present, labels)
@@ -44,6 +44,29 @@ def kwargs_of(cls: type[K], data: Mapping[str, Any], ignore_idx: int, sp_mesh: D
     return cls(**fields)
 
 
+def packed_mapping(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a batch that are not None; jagged tensors become one packed row with offsets.
+
+    Raises:
+        BatchError: A jagged tensor has rows of other lengths than the labels, or the labels are not jagged.
+    """
+    present = {key: value for key, value in data.items() if value is not None}
+    jagged = {key: value for key, value in present.items() if isinstance(value, Tensor) and value.is_nested}
+    if not jagged:
+        return present
+    labels = jagged.get("shifted_labels")
+    if labels is None:
+        raise BatchError(f"{', '.join(jagged)} is jagged, but shifted_labels is not. Give all tensors in one layout.")
+    offsets = jagged_offsets(labels)
+    for key, value in jagged.items():
+        if not torch.equal(jagged_offsets(value), offsets):
+            raise BatchError(
+                f"{key} has rows of lengths {jagged_offsets(value).diff().tolist()}, but those of shifted_labels are "
+                f"{offsets.diff().tolist()}."
+            )
+    return present | {"cu_seq_lens": offsets} | {key: from_jagged(value) for key, value in jagged.items()}
+
+
 def batch_key(cls: type[BaseLossKwargs], name: str) -> str:
     """Returns the key under which a batch holds a field."""
     role = cls.role(name)
@@ -57,6 +80,9 @@ def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
         BatchError: Its shape is not that of the labels.
     """
     value = getattr(loss_kwargs, name)
+    if isinstance(value, Tensor) and value.is_nested:
+        value = from_jagged(value).detach()
+        setattr(loss_kwargs, name, value)
     if isinstance(value, Tensor) and value.shape[:2] != loss_kwargs.shifted_labels.shape:
         raise BatchError(
             f"{name} has shape {tuple(value.shape)}, expected {tuple(loss_kwargs.shifted_labels.shape)}, the shape of "
@@ -211,11 +237,17 @@ def _per_token(key: str, role: PerToken, value: Tensor, labels: Tensor, offsets:
     sequences = shape[0] if offsets is None else int(offsets.shape[0]) - 1
     if role.kind == "mask":
         value = value != 0
+    elif role.kind == "id":
+        if value.is_floating_point() or value.dtype == torch.bool:
+            raise BatchError(f"{key} has dtype {value.dtype}, expected an integer type.")
+        value = value.long()
     elif not value.is_floating_point():
         value = value.float()
-    if tuple(value.shape) == shape:
+    if tuple(value.shape) == shape if not role.wide else value.ndim == 3 and tuple(value.shape[:2]) == shape:
         return value
     if role.spread and tuple(value.shape) in ((sequences,), (sequences, 1)):
         return spread_over_tokens(value.reshape(-1), shape, offsets)
-    options = f"{shape}" + (f" or ({sequences},), one for each sequence" if role.spread else "")
+    options = f"{(*shape, 'K') if role.wide else shape}" + (
+        f" or ({sequences},), one for each sequence" if role.spread else ""
+    )
     raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape}.")

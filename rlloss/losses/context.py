@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -13,8 +12,8 @@ from rlloss.distributed import Group, all_reduce_sum, world_size
 from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
 from rlloss.heads.per_chunk import evaluate_per_chunk
-from rlloss.layout import TokenLayout, token_layout
-from rlloss.losses.batch import LabelFacts, read_labels
+from rlloss.layout import TokenLayout, from_jagged
+from rlloss.losses.known_layout import KnownLayout, check_words, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
 from rlloss.losses.terms import Level, evaluate
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
     from rlloss.losses.totals import Totals
 
 C = TypeVar("C", bound="BaseLossContext")
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Facts about the tensors they were read from; outdated as soon as one of these is another."""
-
-    labels: Tensor
-    keep_mask: Tensor | None
-    offsets: Tensor | None
-    version: int
-    facts: LabelFacts
-    layout: TokenLayout
 
 
 class BaseLossContext:
@@ -63,7 +50,7 @@ class BaseLossContext:
         self._world: int | None = None
         self._dropped: Tensor | None = None
         self._step_metrics: dict[str, Metric] = {}
-        self._known: _Known | None = None
+        self._known: KnownLayout | None = None
 
     @staticmethod
     def build_batches(
@@ -102,6 +89,10 @@ class BaseLossContext:
     def select_step(self, contexts: Sequence[Any], group: Group) -> None:
         """Hook of `build_batches` for choices over the whole step; no contexts where this rank's batches failed."""
 
+    def extra_ids(self) -> Tensor | None:
+        """Hook of `forward`: more words of each token whose log-probs the loss reads, `[N, K]` int64, or None."""
+        return None
+
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Evaluates the loss on log-probs; the default sums the config's terms.
 
@@ -137,7 +128,7 @@ class BaseLossContext:
         """Computes the loss of this micro-batch, its gradients, and its metrics.
 
         Args:
-            hidden_states: `[B, T, H]`, entry t predicts `shifted_labels[:, t]`.
+            hidden_states: `[B, T, H]`, or jagged `[B, j, H]`; entry t predicts `shifted_labels[:, t]`.
             head_weight: `[V, H]`.
             head_bias: `[V]` or None.
 
@@ -161,13 +152,14 @@ class BaseLossContext:
         """Computes the loss from log-probs that an engine already has.
 
         Args:
-            log_probs: `[B, T]` of the labels, nats, with a graph; ignored positions may hold anything.
+            log_probs: `[B, T]` (or jagged) of the labels, nats, with a graph; ignored positions may hold anything.
             entropy: `[B, T]`, nats, where the loss needs it.
         """
         loss, metrics = self._loss_of_log_probs(log_probs, entropy)
         return self._finish(loss, None, metrics)
 
     def _loss_of_log_probs(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        log_probs, entropy = from_jagged(log_probs), None if entropy is None else from_jagged(entropy)
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
         for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
             if tensor is not None and tuple(tensor.shape) != expected:
@@ -210,22 +202,8 @@ class BaseLossContext:
         joined.loss_kwargs, joined._known = type(kwargs[0]).cat(kwargs), None
         return joined
 
-    def _read(self) -> _Known:
-        kwargs, known = self.loss_kwargs, self._known
-        labels, keep, offsets = kwargs.shifted_labels, kwargs.keep_mask, kwargs.cu_seq_lens
-        version = 0 if labels.is_inference() else labels._version
-        same_labels = known is not None and known.labels is labels and known.version == version
-        if known is not None and same_labels and known.keep_mask is keep and known.offsets is offsets:
-            return known
-        ignore_idx = self.loss_cfg.ignore_idx
-        facts = known.facts if known is not None and same_labels and known.offsets is offsets else None
-        facts = facts or read_labels(labels, ignore_idx, offsets)
-        mask = labels != ignore_idx
-        count = facts.count
-        if keep is not None:
-            mask = mask & keep
-            count = int(mask.sum())
-        self._known = _Known(labels, keep, offsets, version, facts, token_layout(mask, offsets, count))
+    def _read(self) -> KnownLayout:
+        self._known = read_layout(self.loss_kwargs, self.loss_cfg.ignore_idx, self._known)
         return self._known
 
     def _inputs(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> HeadInputs:
@@ -237,8 +215,10 @@ class BaseLossContext:
             )
         given = self.loss_kwargs.temperature
         temperature = self.loss_cfg.temperature if given is None else layout.take(given)
-        labels = layout.take(self.loss_kwargs.shifted_labels).long()
-        return HeadInputs(hidden_states, head_weight, head_bias, labels, temperature, layout)
+        labels, words = layout.take(self.loss_kwargs.shifted_labels).long(), self.extra_ids()
+        if words is not None:
+            check_words("extra_ids", words, head_weight.shape[0])
+        return HeadInputs(from_jagged(hidden_states), head_weight, head_bias, labels, temperature, layout, words)
 
     def _objective(self) -> Objective:
         flat = self.loss_kwargs.take(self.layout)
@@ -258,20 +238,24 @@ class BaseLossContext:
                 f"forms them. Use mode='chunk'."
             )
         if mode == "eager":
-            loss, (logits, extra) = self.loss_fn(hidden_states, head_weight, head_bias, self.loss_kwargs)
+            loss, (logits, extra) = self.loss_fn(from_jagged(hidden_states), head_weight, head_bias, self.loss_kwargs)
             return self._finish(loss, logits, dict(extra))
         size = self.loss_cfg.chunk_size or 1024
         parts = self.loss_kwargs.chunk(size)
+        hidden_states = from_jagged(hidden_states)
         loss, extra = evaluate_per_chunk(self.loss_fn, (hidden_states, head_weight, head_bias), parts, size)
         return self._finish(loss, None, extra)
 
     def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
-        extra["loss"] = Sum(local.detach().double())
-        sizes = self.layout.segments.sizes
-        extra["tokens"], extra["sequences"] = Sum(sizes.sum()), Sum((sizes > 0).double().sum())
-        extra.update(self._step_metrics)
-        extra["dropped_tokens"] = Sum(sizes.new_zeros(()) if self._dropped is None else self._dropped)
+        extra.update(self._counted(), loss=Sum(local.detach().double()))
         return LossOutput(self._over_ranks(local), LossDetails(logits, extra))
+
+    def _counted(self) -> dict[str, Metric]:
+        """Numbers of tokens and sequences, and what calibration measured."""
+        sizes = self.layout.segments.sizes
+        dropped = sizes.new_zeros(()) if self._dropped is None else self._dropped
+        counts: dict[str, Metric] = {"tokens": Sum(sizes.sum()), "sequences": Sum((sizes > 0).double().sum())}
+        return {**self._step_metrics, **counts, "dropped_tokens": Sum(dropped)}
 
     def _over_ranks(self, local: Tensor) -> Tensor:
         """The global value, with the graph of `world * local` for wrappers that average gradients."""

@@ -17,7 +17,8 @@ class PerToken:
 
     Attributes:
         pad: Value of positions that are added at the end.
-        kind: "number" (integers become float32), "mask" (any type becomes bool) or "label".
+        kind: "number" (integers become float32), "mask" (any type becomes bool), "id" (integers) or "label".
+        wide: Whether each token has several numbers, `[B, T, K]`.
         spread: Whether the batch may give one number for each sequence instead.
         key: Its key in a batch, where that differs from the field's name.
     """
@@ -26,6 +27,7 @@ class PerToken:
     kind: str = "number"
     spread: bool = False
     key: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)

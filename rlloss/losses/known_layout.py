@@ -1,0 +1,65 @@
+"""Where the tokens of a batch stand, read from its labels by the host once and kept until a tensor is another."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import BatchError
+from rlloss.layout import TokenLayout, token_layout
+from rlloss.losses.batch import LabelFacts, read_labels
+from rlloss.losses.kwargs import BaseLossKwargs
+
+
+@dataclass(frozen=True)
+class KnownLayout:
+    """Facts about the tensors they were read from; outdated as soon as one of these is another.
+
+    Attributes:
+        labels: The labels.
+        keep_mask: The tokens that calibration kept, or None.
+        offsets: The offsets of packed sequences, or None.
+        version: Version of the labels.
+        facts: Range and number of the labels.
+        layout: Where the tokens that count stand.
+    """
+
+    labels: Tensor
+    keep_mask: Tensor | None
+    offsets: Tensor | None
+    version: int
+    facts: LabelFacts
+    layout: TokenLayout
+
+
+def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout | None) -> KnownLayout:
+    """Returns what is known where it is still true, else reads it: one host synchronisation, two with a keep mask."""
+    labels, keep, offsets = loss_kwargs.shifted_labels, loss_kwargs.keep_mask, loss_kwargs.cu_seq_lens
+    version = 0 if labels.is_inference() else labels._version
+    same_labels = known is not None and known.labels is labels and known.version == version
+    if known is not None and same_labels and known.keep_mask is keep and known.offsets is offsets:
+        return known
+    facts = known.facts if known is not None and same_labels and known.offsets is offsets else None
+    facts = facts or read_labels(labels, ignore_idx, offsets)
+    mask = labels != ignore_idx
+    count = facts.count
+    if keep is not None:
+        mask = mask & keep
+        count = int(mask.sum())
+    return KnownLayout(labels, keep, offsets, version, facts, token_layout(mask, offsets, count))
+
+
+def check_words(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Refuses ids of words that are not in the vocabulary; one host synchronisation.
+
+    Raises:
+        BatchError: One lies outside of `[0, vocabulary)`.
+    """
+    if not ids.numel():
+        return
+    lowest, highest = torch.stack([ids.amin(), ids.amax()]).tolist()
+    if lowest < 0 or highest >= vocabulary:
+        raise BatchError(
+            f"{name} runs from {lowest} to {highest} at tokens that count, but head_weight has {vocabulary} rows. "
+            f"Teacher and student must share a vocabulary."
+        )

@@ -1,0 +1,297 @@
+"""Several losses in one batch: each on its own sequences, with its own denominator, through one head.
+
+    MixedLossConfig(parts={"rl": GRPOLossConfig(...), "sft": CELossConfig()})
+
+A part is calibrated by itself, exactly as if its sequences were the whole step; forward projects the tokens of all
+parts once, and gives each part the rows that are its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import Field, SerializeAsAny, field_serializer, field_validator, model_validator
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlloss.distributed import Group
+from rlloss.errors import BatchError, ConfigError, nearest
+from rlloss.heads import HeadOptions, Objective, TokenStats
+from rlloss.layout import Segments
+from rlloss.losses.batch import packed_mapping
+from rlloss.losses.config import BaseLossConfig
+from rlloss.losses.context import BaseLossContext
+from rlloss.losses.kwargs import BaseLossKwargs, PerToken
+from rlloss.losses.terms import LEVELS, Level
+from rlloss.losses.totals import Totals
+from rlloss.metrics import Metric, Sum
+
+C = TypeVar("C", bound="MixedLossContext")
+
+_SHARED = tuple(name for name in BaseLossConfig.model_fields if name != "entropy_metric")
+
+
+class MixedLossConfig(BaseLossConfig):
+    """`loss = sum_k coef_k loss_k`, where part k is about the tokens whose `part_ids` is k.
+
+    The batch holds `part_ids`, one integer for each token `[B, T]` or sequence `[S]`: the place of its part in `parts`,
+    or -1 for none. The other keys are those that the parts need; what a part does not read may hold anything.
+    Fields of the head (`mode`, `temperature`, ...) are given here and hold for all parts.
+
+    Example:
+        >>> from rlloss import CELossConfig, GRPOLossConfig, MixedLossConfig
+        >>> cfg = MixedLossConfig(parts={"rl": GRPOLossConfig(), "sft": CELossConfig()}, mode="chunk")
+        >>> cfg.parts["sft"].mode
+        'chunk'
+    """
+
+    parts: dict[str, SerializeAsAny[BaseLossConfig]] = Field(min_length=1)
+    """The losses by name; their order is that of `part_ids`. A dict names its class: {"loss": "CELossConfig", ...}."""
+    coefs: dict[str, float] = Field(default_factory=dict)
+    """Factors of parts, 1 where none is given."""
+
+    @field_validator("parts", mode="before")
+    @classmethod
+    def _find_classes(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: _from_fields(part) if isinstance(part, Mapping) else part for name, part in given.items()}
+
+    @field_serializer("parts")
+    def _name_classes(self, parts: dict[str, BaseLossConfig]) -> dict[str, Any]:
+        return {name: {"loss": type(part).__name__, **part.model_dump()} for name, part in parts.items()}
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "MixedLossConfig":
+        unknown = set(self.coefs) - set(self.parts)
+        if unknown:
+            raise ConfigError(f"coefs names {sorted(unknown)}, but the parts are {list(self.parts)}.")
+        shared = {name: getattr(self, name) for name in _SHARED}
+        found = {name: _with_shared(name, part, shared) for name, part in self.parts.items()}
+        # Not an assignment of the field: that would validate, and come back here.
+        self.__dict__["parts"] = found
+        return self
+
+    @property
+    def loss_ctx_cls(self) -> type["MixedLossContext"]:
+        """`MixedLossContext`."""
+        return MixedLossContext
+
+    @property
+    def _loss_kwargs_cls(self) -> type["MixedLossKwargs"]:
+        return MixedLossKwargs
+
+    def level(self) -> Level:
+        """The highest level among the parts."""
+        levels = (part.loss_ctx_cls.level or part.level() for part in self.parts.values())
+        return max(levels, key=LEVELS.index)
+
+    def head_options(self) -> HeadOptions:
+        """What any of the parts needs."""
+        wanted = [super().head_options().entropy, *(part.head_options().entropy for part in self.parts.values())]
+        options = super().head_options()
+        order = ("none", "value", "gradient")
+        return HeadOptions(**{**options.__dict__, "entropy": max(wanted, key=order.index)})
+
+    def build(self, data: Mapping[str, Any], sp_mesh: DeviceMesh | None = None) -> "MixedLossContext":
+        """Builds one context of every part from one batch; see `BaseLossConfig.build`.
+
+        Raises:
+            BatchError: `part_ids` is missing or names no part, or a part misses what it needs.
+        """
+        context: Any = super().build(data, sp_mesh)
+        kwargs, packed = context.loss_kwargs, packed_mapping(data)
+        ids, labels = kwargs.part_ids, kwargs.shifted_labels
+        counted = labels != self.ignore_idx
+        if bool((counted & ((ids < -1) | (ids >= len(self.parts)))).any()):
+            raise BatchError(
+                f"part_ids must lie between -1 and {len(self.parts) - 1}, the places of {list(self.parts)}; got "
+                f"{sorted(set(ids[counted].tolist()))}."
+            )
+        for index, (name, part) in enumerate(self.parts.items()):
+            own = {**packed, "shifted_labels": labels.masked_fill(ids != index, self.ignore_idx)}
+            context.parts[name] = part.build(own, sp_mesh)
+        kwargs.keep_mask = ids >= 0
+        return context  # type: ignore[no-any-return]
+
+
+def _from_fields(fields: Mapping[str, Any]) -> BaseLossConfig:
+    """Makes a config out of its fields and the name of its class under "loss"."""
+    known: dict[str, type[BaseLossConfig]] = {}
+    found: list[type[BaseLossConfig]] = [BaseLossConfig]
+    for cls in found:
+        found += cls.__subclasses__()
+        known[cls.__name__] = cls
+    name = str(fields.get("loss"))
+    if name not in known:
+        raise ConfigError(f"a part names its class under 'loss'; got {name!r}.{nearest(name, known)}")
+    return known[name](**{field: value for field, value in fields.items() if field != "loss"})
+
+
+def _with_shared(name: str, part: BaseLossConfig, shared: Mapping[str, Any]) -> BaseLossConfig:
+    context = part.loss_ctx_cls
+    whole = ("forward", "loss_fn", "_objective", "build_batches")
+    if any(getattr(context, method) is not getattr(BaseLossContext, method) for method in whole):
+        raise ConfigError(
+            f"parts[{name!r}] is a {type(part).__name__}, which does not read log-probs of tokens alone. Add its "
+            f"loss to the mixed loss outside."
+        )
+    fields = type(part).model_fields
+    for field, value in shared.items():
+        own = getattr(part, field)
+        if own not in (fields[field].default, value):
+            raise ConfigError(
+                f"parts[{name!r}] sets {field}={own!r}, but there is one head for all parts: set it on MixedLossConfig."
+            )
+    given = {field: getattr(part, field) for field in fields}
+    return type(part)(**(given | dict(shared)))
+
+
+class MixedLossKwargs(BaseLossKwargs):
+    """Labels of all parts; the tensors of a part are in its own context, `ctx.parts[name].loss_kwargs`.
+
+    Attributes:
+        part_ids: `[B, T]` int64, the part of each token, -1 for none; a batch may give one for each sequence.
+    """
+
+    part_ids: Annotated[Tensor, PerToken(-1.0, kind="id", spread=True)]
+
+
+class MixedLossContext(BaseLossContext):
+    """Several losses on one micro-batch.
+
+    Attributes:
+        parts: The context of each part by name.
+    """
+
+    loss_cfg: MixedLossConfig
+    loss_kwargs: MixedLossKwargs
+    parts: dict[str, BaseLossContext]
+
+    def __init__(self, loss_cfg: Any, loss_kwargs: Any) -> None:
+        super().__init__(loss_cfg, loss_kwargs)
+        self.parts = {}
+
+    @staticmethod
+    def build_batches(  # type: ignore[override]
+        loss_ctx_list: list[C],
+        cu_seq_lens_list: Sequence[Tensor] | None = None,
+        sp_mesh: DeviceMesh | None = None,
+        group: Group = None,
+        totals: Mapping[str, Totals] | None = None,
+    ) -> list[C]:
+        """Calibrates every part over all micro-batches and ranks, one collective for each.
+
+        Args:
+            loss_ctx_list: The contexts of every micro-batch of the step on this rank.
+            cu_seq_lens_list: Offsets of packed sequences, where the batches did not hold them.
+            sp_mesh: Sequence-parallel mesh.
+            group: Ranks that hold parts of the step.
+            totals: Known counts of parts, by name.
+
+        Raises:
+            BatchError: The list is empty, or a part lacks what it needs.
+        """
+        if not loss_ctx_list:
+            raise BatchError(
+                "build_batches got an empty list of contexts; a rank without data passes loss_cfg.empty(...)."
+            )
+        if totals is not None and not isinstance(totals, Mapping):
+            raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
+        first = loss_ctx_list[0]
+        for name in first.parts:
+            own = [context.parts[name] for context in loss_ctx_list]
+            type(own[0]).build_batches(own, cu_seq_lens_list, sp_mesh, group, (totals or {}).get(name))
+        for index, context in enumerate(loss_ctx_list):
+            kwargs = context.loss_kwargs
+            if cu_seq_lens_list is not None:
+                kwargs.cu_seq_lens = cu_seq_lens_list[index].to(kwargs.shifted_labels.device)
+            kwargs.keep_mask = kwargs.part_ids >= 0
+            for name, place in zip(context.parts, range(len(context.parts)), strict=True):
+                kept = context.parts[name].loss_kwargs.keep_mask
+                if kept is not None:
+                    kwargs.keep_mask = kwargs.keep_mask & (kept | (kwargs.part_ids != place))
+            context._batch_size, context._group = len(loss_ctx_list), group
+            context._world = context.parts[name]._world
+        return loss_ctx_list
+
+    @classmethod
+    def cat(cls: type[C], chunks: list[C]) -> C:
+        """Joins packed contexts along T, part by part."""
+        joined = super().cat(chunks)
+        joined.parts = {
+            name: type(part).cat([chunk.parts[name] for chunk in chunks]) for name, part in chunks[0].parts.items()
+        }
+        return joined
+
+    def extra_ids(self) -> Tensor | None:
+        """More words of each token, `[N, K]`: those of the part that it belongs to, 0 elsewhere."""
+        found = {name: part.extra_ids() for name, part in self.parts.items()}
+        given = {name: ids for name, ids in found.items() if ids is not None}
+        if not given:
+            return None
+        width = max(ids.shape[1] for ids in given.values())
+        joined = next(iter(given.values())).new_zeros((self.layout.num_tokens, width))
+        for name, ids in given.items():
+            rows = self._rows_of(name)
+            joined = joined.index_put((rows[:, None], torch.arange(ids.shape[1], device=ids.device)[None]), ids)
+        return joined
+
+    def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+        """Evaluates all parts on all tokens at once."""
+        return self._evaluator()(stats, slice(0, self.layout.num_tokens))  # type: ignore[no-any-return]
+
+    def _objective(self) -> Objective:
+        return Objective(self._evaluator(), additive=self.loss_cfg.level() != "sequence")
+
+    def _rows_of(self, name: str) -> Tensor:
+        """The rows of a part among the tokens that count, in order."""
+        place = list(self.parts).index(name)
+        return (self.layout.take(self.loss_kwargs.part_ids) == place).nonzero().squeeze(1)
+
+    def _evaluator(self) -> Any:
+        """The loss over a slice of tokens; which of them belong to a part is read by the host once."""
+        readers = [_PartReader(context, self._rows_of(name)) for name, context in self.parts.items()]
+        names, coefs = list(self.parts), self.loss_cfg.coefs
+
+        def loss_of(stats: TokenStats, rows: slice) -> tuple[Tensor, dict[str, Metric]]:
+            total = stats.log_prob.new_zeros(())
+            metrics: dict[str, Metric] = {}
+            for name, reader in zip(names, readers, strict=True):
+                loss, found = reader(stats, rows)
+                loss = coefs.get(name, 1.0) * loss
+                metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
+                metrics[f"{name}/loss"] = Sum(loss.detach().double())
+                total = total + loss.to(total.dtype)
+            return total, metrics
+
+        return loss_of
+
+    def _counted(self) -> dict[str, Metric]:
+        counts = super()._counted()
+        for name, part in self.parts.items():
+            counts |= {f"{name}/{metric}": value for metric, value in part._counted().items()}
+        return counts
+
+
+class _PartReader:
+    """Evaluates a part on its rows of a slice of all tokens."""
+
+    def __init__(self, context: BaseLossContext, rows: Tensor) -> None:
+        self.context, self.rows = context, rows
+        self.flat = context.loss_kwargs.take(context.layout)
+        self.names = [name for name in self.flat.tensors() if context.loss_kwargs.is_per_token(name)]
+        self.bounds = rows.cpu()
+
+    def __call__(self, stats: TokenStats, part: slice) -> tuple[Tensor, dict[str, Metric]]:
+        start, stop = torch.searchsorted(self.bounds, torch.tensor([part.start, part.stop])).tolist()
+        own = self.rows[start:stop] - part.start
+        extra = stats.extra_log_prob
+        picked = TokenStats(
+            stats.log_prob.index_select(0, own),
+            None if stats.entropy is None else stats.entropy.index_select(0, own),
+            Segments(stats.segments.ids.index_select(0, own), stats.segments.count, stats.segments.group),
+            stats.labels.index_select(0, own),
+            None if extra is None else extra.index_select(0, own),
+        )
+        return self.context.token_loss(picked, self.flat.rows(slice(start, stop), self.names))
