@@ -142,3 +142,14 @@ def test_bfloat16_and_far_words() -> None:
 def test_liger_refuses_by_name() -> None:
     with pytest.raises(ConfigError, match="extra_ids"):
         token_stats("liger", problem(torch.float32), HeadOptions())
+
+
+def test_a_batch_without_tokens_has_no_extra_words() -> None:
+    layout = token_layout(torch.zeros(1, 4, dtype=torch.bool), None, 0)
+    none = torch.zeros(0, dtype=torch.int64)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    inputs = HeadInputs(torch.randn(1, 4, WIDTH), weight, None, none, 1.0, layout, none.reshape(0, 2))
+    for mode in ("eager", "chunk"):
+        stats, _ = token_stats(mode, inputs, HeadOptions())  # type: ignore[arg-type]
+        assert stats.extra_log_prob is not None
+        assert stats.extra_log_prob.shape == (0, 2)

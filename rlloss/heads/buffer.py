@@ -169,8 +169,7 @@ class ChunkLogits:
         assert shift is not None
         if exact and self.keep:
             self._align(used, shift)
-        shape = (self.rows, -1)
-        extra = found[1].view(*shape) if len(found) > 1 else None
+        extra = found[1].view(words[1].shape) if len(found) > 1 else None
         return row_stats(rest, weighted, shift, found[0], extra)
 
     def _align(self, used: list[Tensor], shift: Tensor) -> None:

@@ -14,7 +14,7 @@ class WordPlaces:
     """
 
     def __init__(self, ids: Tensor, vocabulary: int, width: int) -> None:
-        self.count = ids.numel()
+        self.count, self.shape = ids.numel(), ids.shape
         row = torch.arange(ids.shape[0], device=ids.device)[:, None]
         self._order: Tensor | None = None
         self._bounds = [0, self.count]
