@@ -6,15 +6,25 @@ LOSSES = "later, in: Every loss the field uses, equal to the peers' own numbers"
 PPO = "later, in: PPO whole: rewards, GAE, critic, value loss, and verl's losses on model outputs"
 OTHER_ALGORITHM = "an algorithm that rlloss does not offer"
 DIVIDES_BY_ZERO = "verl divides by zero in a metric where every weight is 0"
+INFINITE_OLD = "DESIGN.md section 9: a token with an infinite log-prob is dropped, from counts too"
+NAN_ROW = "verl's gspo: a NaN at a masked position takes the gradient of its whole row"
+BF16 = "verl computes in bfloat16 what it is given in it; log-probs are float32 here before anything is computed"
+COUNTED = "verl refuses what is counted here: a data-parallel size without counts"
+NO_TOKENS = "verl divides by a given count of 0, which is a named error here"
 OTHERS_ERRORS = "the text of another library's errors"
 
 EXCLUSIONS = (
     # XTuner
     Exclusion("advantages:.*", LOSSES),
     # verl
-    Exclusion("core_algos policy loss '.*'", LOSSES),
+    Exclusion("core_algos policy loss 'bypass_mode'", LOSSES),
+    Exclusion("core_algos policy loss '(?!gpg).*'", INFINITE_OLD, name="edge/neginf_old_valid/.*"),
+    Exclusion("core_algos policy loss '(clip|kl)_cov'", INFINITE_OLD, name="edge/neginf_new_valid/.*"),
+    Exclusion("core_algos policy loss 'gspo'", NAN_ROW, name="edge/nan_(old|new)_at_masked/.*"),
+    Exclusion("core_algos policy loss '.*'", BF16, name="edge/bf16_logprobs/.*"),
+    Exclusion("core_algos policy loss 'vanilla'", COUNTED, name="edge/dp2_without_counts/.*"),
+    Exclusion("core_algos policy loss 'vanilla'", NO_TOKENS, name="edge/zero_batch_num_tokens/.*"),
     Exclusion(r"core_algos\.compute_.*_advantage(_return)?", LOSSES),
-    Exclusion(r"core_algos\.(agg_loss|kl_penalty)", LOSSES),
     Exclusion(r"rollout_corr_helper\..*", DIVIDES_BY_ZERO, name=r".*/sequence_0\.9_1\.1_bn/s1"),
     Exclusion(r"core_algos\.(compute_value_loss|compute_rewards|AdaptiveKLController|FixedKLController)", PPO),
     Exclusion(r"(workers\.utils|ray_trainer|utils\.metric)\..*", PPO),

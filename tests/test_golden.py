@@ -10,6 +10,8 @@ import pytest
 import golden_cases
 import golden_heads  # noqa: F401  (registers its families)
 import golden_rollout  # noqa: F401
+import golden_rollout  # noqa: F401  (registers its families)
+import golden_verl  # noqa: F401
 import golden_xtuner  # noqa: F401
 from golden_cases import Case
 from golden_exclusions import EXCLUSIONS

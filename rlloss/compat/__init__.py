@@ -1,0 +1,1 @@
+"""Other libraries' names and shapes for what rlloss does."""
