@@ -30,9 +30,9 @@ EXCLUSIONS = (
     Exclusion(r"(workers\.utils|ray_trainer|utils\.metric)\..*", PPO),
     Exclusion(r"torch_functional(\.masked_var| masked_sum.*)", PPO),
     # TRL
-    Exclusion(r"GRPOTrainer(?! vLLM importance).*", LOSSES),
-    Exclusion(r"RLOOTrainer.*", LOSSES),
-    Exclusion(r"experimental (gspo_token GRPO|DPPO|GMPO|AsyncGRPO|IWOPD)Trainer.*", LOSSES),
+    Exclusion(r"GRPOTrainer(\._gen|\.get).*", LOSSES),
+    Exclusion(r"RLOOTrainer adv.*", LOSSES),
+    Exclusion(r"experimental (IWOPD)Trainer.*", LOSSES),
     Exclusion(r"trl\.(kernels|rewards|trainer\.utils)\..*", LOSSES),
     Exclusion(r"(PPOTrainer|AdaptiveKLController|RunningMoments)\..*", PPO),
     Exclusion(r"experimental PPOTrainer.*", PPO),

@@ -91,8 +91,8 @@ def trl_policy_loss(options: Mapping[str, Any]) -> dict[str, Any]:
     """Translates TRL's GRPO options into a `policy_loss_cfg`.
 
     Args:
-        options: `loss_type`, `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta` and the options of sapo and
-            vespo, as in TRL's GRPOConfig; a missing `epsilon_high` is `epsilon`, others are not used.
+        options: `loss_type`, `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta` and the options of sapo
+            and vespo, as in TRL's GRPOConfig; a missing `epsilon_high` is `epsilon`, others are not used.
 
     Raises:
         UnknownNameError: TRL has no such loss type or level.

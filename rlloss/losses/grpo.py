@@ -150,7 +150,9 @@ class GRPOLossConfig(BaseRLLossConfig):
         keep: Tensor | None = loss_kwargs.policy_mask if self.top_entropy_quantile < 1.0 else None
         if self.off_policy_limit is None:
             return keep
-        sampled = old if loss_kwargs.rollout_logprobs is None else loss_kwargs.rollout_logprobs
+        sampled = loss_kwargs.rollout_logprobs
+        # An engine that gave no number for a token says nothing about its drift.
+        sampled = old if sampled is None else torch.where(sampled.isnan(), stats.log_prob.detach(), sampled)
         near = on_policy_sequences(stats.log_prob, sampled, advantages, stats.segments, self.off_policy_limit)
         return near if keep is None else keep & near
 
