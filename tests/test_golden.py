@@ -10,7 +10,6 @@ import pytest
 import golden_cases
 import golden_heads  # noqa: F401  (registers its families)
 import golden_rollout  # noqa: F401
-import golden_rollout  # noqa: F401  (registers its families)
 import golden_trl  # noqa: F401
 import golden_verl  # noqa: F401
 import golden_xtuner  # noqa: F401
