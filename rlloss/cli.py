@@ -129,7 +129,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_report(console: Any, report: "Report") -> None:
-    names = {"start": "at the start", "supervised": "after the warm start", "grpo": "after GRPO"}
+    names = {"start": "at the start", "supervised": "after the warm start", "grpo": "after GRPO", "ppo": "after PPO"}
     console.print(f"Greedy exact match on {report.questions} held-out questions:", highlight=False)
     for phase, exact in report.heldout.items():
         seconds = f"{report.seconds[phase]:6.1f} s" if phase in report.seconds else ""

@@ -8,6 +8,9 @@ from rlloss.errors import ConfigError
 from rlloss.losses.ce import CELossConfig
 from rlloss.losses.config import StrictModel
 from rlloss.losses.grpo import GRPOLossConfig
+from rlloss.training.config_parts import OptimizerConfig as OptimizerConfig
+from rlloss.training.config_parts import RolloutConfig as RolloutConfig
+from rlloss.training.ppo_config import PPOConfig
 
 
 class TaskConfig(StrictModel):
@@ -69,23 +72,6 @@ class ModelConfig(StrictModel):
         return self
 
 
-class OptimizerConfig(StrictModel):
-    """AdamW with a linear warm-up and a cosine to a fraction of the peak."""
-
-    lr: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
-    """Peak learning rate."""
-    warmup_steps: int = Field(default=5, ge=0)
-    """Steps in which the learning rate rises."""
-    final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Learning rate of the last step, as a fraction of the peak; 1 keeps it constant."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averaging factors."""
-    weight_decay: float = Field(default=0.01, ge=0.0)
-    """Decay of the matrices; vectors (norms, biases) have none."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """The gradient is scaled down to this norm."""
-
-
 class SupervisedConfig(StrictModel):
     """Supervised warm start on prompts with their right answers."""
 
@@ -99,21 +85,6 @@ class SupervisedConfig(StrictModel):
     """The optimiser of this phase."""
     loss: CELossConfig = Field(default_factory=lambda: CELossConfig(mode="chunk", loss_reduction="token"))
     """The loss."""
-
-
-class RolloutConfig(StrictModel):
-    """How responses are sampled."""
-
-    prompts: int = Field(default=64, ge=1)
-    """Prompts of one step."""
-    group_size: int = Field(default=8, ge=1)
-    """Responses to each prompt."""
-    max_new_tokens: int = Field(default=16, ge=1)
-    """Longest response, its end-of-sequence token included."""
-    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Sampling temperature; the loss divides the logits by the same number."""
-    batch_size: int = Field(default=1024, ge=1)
-    """Most responses generated at a time (whole groups; at least one group)."""
 
 
 class GRPOConfig(StrictModel):
@@ -175,7 +146,7 @@ class CheckpointConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """A whole run: a task, a model, a supervised warm start, then GRPO."""
+    """A whole run: a task, a model, a supervised warm start, then GRPO or PPO."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of the weights, the order of the prompts, and the sampling."""
@@ -190,7 +161,9 @@ class TrainConfig(StrictModel):
     supervised: SupervisedConfig = Field(default_factory=SupervisedConfig)
     """The warm start."""
     grpo: GRPOConfig = Field(default_factory=GRPOConfig)
-    """Reinforcement learning."""
+    """Reinforcement learning without a critic."""
+    ppo: PPOConfig = Field(default_factory=PPOConfig)
+    """Reinforcement learning with a critic."""
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """Evaluation on the held-out questions."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -22,6 +22,11 @@ CURVES = (
     "clip_frac_high",
     "response_tokens",
     "grad_norm",
+    "objective/kl",
+    "objective/kl_coef",
+    "ppo/mean_scores",
+    "explained_variance",
+    "value_loss",
 )
 Metrics = Mapping[str, float]
 

@@ -19,6 +19,7 @@ from rlloss.training.interrupt import StopRequest
 from rlloss.training.logging import RunLog
 from rlloss.training.model import Policy, load_policy
 from rlloss.training.phase import Phase
+from rlloss.training.ppo import PPOPhase
 from rlloss.training.rollout import greedy
 from rlloss.training.supervised import SupervisedPhase
 from rlloss.training.tasks import FULL_SCORE, Task
@@ -92,7 +93,8 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Answers the held-out questions greedily; returns exact matches and the mean score, both as fractions."""
         task, questions = self.task, self.task.heldout
-        length = self.config.grpo.rollout.max_new_tokens
+        rollout = self.config.ppo.rollout if self.config.ppo.steps else self.config.grpo.rollout
+        length = rollout.max_new_tokens
         prompts = [self._encode(question.prompt) for question in questions]
         texts = greedy(self.policy, prompts, length, self.config.evaluation.batch_size)
         scores = [task.score(text, question) for text, question in zip(texts, questions, strict=True)]
@@ -104,6 +106,7 @@ class Run:
         phases: dict[str, tuple[int, Callable[[], Phase]]] = {
             SupervisedPhase.name: (self.config.supervised.steps, self._supervised),
             GRPOPhase.name: (self.config.grpo.steps, self._grpo),
+            PPOPhase.name: (self.config.ppo.steps, self._ppo),
         }
         order = [name for name, (steps, _) in phases.items() if steps]
         current = state["phase"] if state else None
@@ -155,6 +158,10 @@ class Run:
     def _grpo(self) -> Phase:
         prompts = [self._encode(question.prompt) for question in self.task.train]
         return GRPOPhase(self.policy, self.task, prompts, self.config.grpo, self.config.seed)
+
+    def _ppo(self) -> Phase:
+        prompts = [self._encode(question.prompt) for question in self.task.train]
+        return PPOPhase(self.policy, self.task, prompts, self.config.ppo, self.config.seed)
 
     def _config(self) -> dict[str, Any]:
         return self.config.model_dump(mode="json")

@@ -1,0 +1,37 @@
+"""Parts of a run's config that several phases share."""
+
+from pydantic import Field
+
+from rlloss.losses.config import StrictModel
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW with a linear warm-up and a cosine to a fraction of the peak."""
+
+    lr: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=5, ge=0)
+    """Steps in which the learning rate rises."""
+    final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Learning rate of the last step, as a fraction of the peak; 1 keeps it constant."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging factors."""
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """Decay of the matrices; vectors (norms, biases) have none."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """The gradient is scaled down to this norm."""
+
+
+class RolloutConfig(StrictModel):
+    """How responses are sampled."""
+
+    prompts: int = Field(default=64, ge=1)
+    """Prompts of one step."""
+    group_size: int = Field(default=8, ge=1)
+    """Responses to each prompt."""
+    max_new_tokens: int = Field(default=16, ge=1)
+    """Longest response, its end-of-sequence token included."""
+    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Sampling temperature; the loss divides the logits by the same number."""
+    batch_size: int = Field(default=1024, ge=1)
+    """Most responses generated at a time (whole groups; at least one group)."""

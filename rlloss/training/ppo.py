@@ -1,0 +1,188 @@
+"""PPO: sample, score, estimate advantages with a critic, and update both in epochs of minibatches."""
+
+import copy
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import ConfigError
+from rlloss.functional.controllers import AdaptiveKLController, FixedKLController, KLController
+from rlloss.functional.gae import gae
+from rlloss.functional.masked import masked_whiten
+from rlloss.functional.ppo_rewards import TokenRewards, compute_rewards
+from rlloss.metrics import Metric, merge, reduce
+from rlloss.training.evaluator import Evaluator
+from rlloss.training.model import Policy
+from rlloss.training.phase import Batch, Phase, label_logprobs
+from rlloss.training.ppo_config import KLConfig, PPOConfig
+from rlloss.training.ppo_model import ActorCritic
+from rlloss.training.ppo_stats import rollout_statistics, update_statistics
+from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
+from rlloss.training.tasks import FULL_SCORE, Task
+
+
+class PPOPhase(Phase):
+    """Proximal policy optimisation.
+
+    Args:
+        policy: The model.
+        task: Questions and their scores.
+        prompts: Token ids of the training questions.
+        config: Sizes, optimisers, losses.
+        seed: Seed of prompts and sampling.
+    """
+
+    name = "ppo"
+    title = "PPO"
+
+    def __init__(self, policy: Policy, task: Task, prompts: Sequence[list[int]], config: PPOConfig, seed: int) -> None:
+        super().__init__(policy, config.steps, config.optimizer)
+        if config.rollout.prompts > len(prompts):
+            raise ConfigError(
+                f"PPOConfig: rollout.prompts={config.rollout.prompts}, but there are {len(prompts)} training "
+                "questions. Raise task.pool or ask fewer."
+            )
+        self.config = config
+        self.task = task
+        self.models = ActorCritic(policy, config)
+        self.reference = Policy(copy.deepcopy(policy.model).requires_grad_(False), policy.tokenizer)
+        self.controller = _controller(config.kl)
+        self.evaluator = Evaluator(config.evaluator, task, policy.device)
+        self._prompts = prompts
+        self._seed = seed
+
+    def step(self, index: int) -> dict[str, float]:
+        """Samples, scores, and updates actor and critic."""
+        started = time.perf_counter()
+        size = self.config.rollout.group_size
+        places = random.Random(f"ppo {self._seed} {index}").sample(
+            range(len(self._prompts)), self.config.rollout.prompts
+        )
+        seeds = [prompt_seed(self._seed, index, place) for place in places]
+        rollout = sample(self.policy, [self._prompts[place] for place in places], seeds, self.config.rollout)
+        questions = [self.task.train[place] for place in places for _ in range(size)]
+        raw = self.evaluator.score(rollout.texts, questions)
+        scores = self.evaluator.scaled(raw)
+        sampled = time.perf_counter()
+        batch, rewards = self._experience(rollout, scores)
+        mask = rollout.labels != IGNORE
+        found = rollout_statistics(rewards, batch["old_logprobs"], mask, scores)
+        found |= {"objective/kl_coef": self.controller.value, **_environment(raw)}
+        found |= self._optimize(rollout, batch, index)
+        self.controller.update(found["objective/kl"], len(scores))
+        now = time.perf_counter()
+        found |= {
+            "response_tokens": found["tokens/responses_len_mean"],
+            "time/ppo/rollout": sampled - started,
+            "time/ppo/optimize_step": now - sampled,
+            "time/ppo/total": now - started,
+        }
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Returns optimisers, critic, reference, coefficient and running moments."""
+        return {
+            "models": self.models.state(),
+            "reference": self.reference.model.state_dict(),
+            "controller": self.controller.state_dict(),
+            "moments": self.evaluator.moments.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        self.models.restore(state["models"])
+        self.reference.model.load_state_dict(state["reference"])
+        self.controller.load_state_dict(state["controller"])
+        self.evaluator.moments.load_state_dict(state["moments"])
+
+    def _experience(self, rollout: Rollout, scores: Tensor) -> tuple[Batch, TokenRewards]:
+        """Makes the batch that every update of this rollout learns from."""
+        cfg, tokens, labels = self.config, rollout.tokens, rollout.labels
+        mask = labels != IGNORE
+        batch = {"shifted_labels": labels}
+        temperature = cfg.rollout.temperature
+        batch["old_logprobs"] = label_logprobs(self.policy, tokens, labels, cfg.micro_batch_size, temperature)
+        reference = label_logprobs(self.reference, tokens, labels, cfg.micro_batch_size, temperature)
+        batch["values"] = self.models.values(tokens)
+        if cfg.loss.use_kl_loss:
+            batch["ref_logprobs"] = reference
+        token_rewards = compute_rewards(
+            scores, batch["old_logprobs"], reference, mask, self.controller.value, cfg.kl.kind
+        )
+        rewards = token_rewards.rewards
+        if cfg.whiten_rewards:
+            rewards = masked_whiten(rewards, mask, shift_mean=False)
+        advantages, batch["returns"] = gae(rewards, batch["values"], mask, cfg.gamma, cfg.lam)
+        batch["advantages"] = masked_whiten(advantages, mask)
+        return batch, token_rewards
+
+    def _optimize(self, rollout: Rollout, batch: Batch, index: int) -> dict[str, float]:
+        """Makes every update of one rollout, until it has moved far enough."""
+        parts: list[dict[str, Metric]] = []
+        counts = {"updates": 0.0, "skipped_updates": 0.0, "early_stops": 0.0}
+        done: dict[str, float] = {}
+        for epoch in range(self.config.epochs):
+            order = _permutation(len(rollout.labels), f"{self._seed} {index} {epoch}").to(rollout.labels.device)
+            for rows in order.chunk(self.config.updates_per_epoch):
+                metrics = self.models.accumulate(rollout.tokens, batch, rows)
+                parts.append(metrics)
+                if _too_far(metrics, self.config.target_kl):
+                    counts["early_stops"] = 1.0
+                elif _ratio_too_large(metrics, self.config.ratio_threshold):
+                    counts["skipped_updates"] += 1.0
+                else:
+                    done = self.models.apply_gradients(index, self.steps)
+                    counts["updates"] += 1.0
+                    continue
+                # A loss times 0 would still let the optimiser's momentum move the weights.
+                self.models.discard_gradients()
+                if counts["early_stops"]:
+                    return self._summary(parts, {**counts, **done})
+        return self._summary(parts, {**counts, **done})
+
+    def _summary(self, parts: list[dict[str, Metric]], numbers: dict[str, float]) -> dict[str, float]:
+        merged = merge(parts)
+        mean_losses = {
+            name: value / len(parts) if name.startswith("loss/") else value
+            for name, value in update_statistics(merged, self.models.vf_coef).items()
+        }
+        ours = reduce(merged)
+        ours = {
+            name: value / len(parts) if name == "loss" or name.endswith("_loss") else value
+            for name, value in ours.items()
+        }
+        return {**ours, **{f"ppo/{name}": value for name, value in mean_losses.items()}, **numbers}
+
+
+def _controller(config: KLConfig) -> KLController:
+    if config.target is None:
+        return FixedKLController(config.coef)
+    return AdaptiveKLController(config.coef, config.target, config.horizon)
+
+
+def _environment(raw: Tensor) -> dict[str, float]:
+    return {
+        "env/reward_mean": float(raw.mean()),
+        "env/reward_std": float(raw.std()) if raw.numel() > 1 else 0.0,
+        "reward_mean": float(raw.mean()),
+        "reward_full": float((raw >= FULL_SCORE).float().mean()),
+    }
+
+
+def _too_far(metrics: dict[str, Metric], target_kl: float | None) -> bool:
+    """Whether a minibatch has left the sampling policy; k3 cannot be negative, TRL's k1 can and then never stops."""
+    return target_kl is not None and float(metrics["approx_kl_k3"]) > 1.5 * target_kl
+
+
+def _ratio_too_large(metrics: dict[str, Metric], threshold: float | None) -> bool:
+    return threshold is not None and not float(metrics["ratio_mean"]) <= threshold
+
+
+def _permutation(size: int, key: str) -> Tensor:
+    order = list(range(size))
+    random.Random(f"order {key}").shuffle(order)
+    return torch.tensor(order)
