@@ -52,12 +52,11 @@ class ActorCritic:
 
     def accumulate(self, tokens: TokenBatch, batch: Batch, rows: Tensor) -> dict[str, Metric]:
         """Runs forward and backward over the micro-batches of one minibatch; returns its metrics."""
-        blocks = rows.split(self.config.micro_batch_size)
+        blocks = torch.split(rows, self.config.micro_batch_size)
         data = [take_rows(batch, block) for block in blocks]
         parts = [tokens.rows(block) for block in blocks]
         if self.joint_loss is not None:
-            contexts = ActorCriticLossContext.build_batches([self.joint_loss.build(part) for part in data])
-            return self._accumulate_joint(contexts, parts)
+            return self._accumulate_joint(self.joint_loss, data, parts)
         actors = PPOLossContext.build_batches([self.actor_loss.build(part) for part in data])
         critics = ValueLossContext.build_batches([self.critic_loss.build(part) for part in data])
         found = accumulate(self.policy, actors, parts)
@@ -102,9 +101,12 @@ class ActorCritic:
         if not self.shared:
             self.body.backbone.load_state_dict(state["backbone"])
 
-    def _accumulate_joint(self, contexts: list[ActorCriticLossContext], parts: list[TokenBatch]) -> dict[str, Metric]:
+    def _accumulate_joint(
+        self, config: ActorCriticLossConfig, data: list[Batch], parts: list[TokenBatch]
+    ) -> dict[str, Metric]:
+        contexts = [ActorCriticLossContext(config, config.build(part).loss_kwargs) for part in data]
         extras = []
-        for context, part in zip(contexts, parts, strict=True):
+        for context, part in zip(ActorCriticLossContext.build_batches(contexts), parts, strict=True):
             weight, bias = self.policy.head_arguments()
             hidden = self.policy.hidden(part)
             loss, (_, extra) = context.forward(hidden, weight, bias, self.head.weight, self.head.bias)

@@ -8,8 +8,8 @@ from torch import Tensor
 from rlloss.compat.verl.metric import AggregationType
 from rlloss.compat.verl.padding import read
 from rlloss.errors import BatchError, UnknownNameError, nearest
-from rlloss.losses.calibration import Totals
 from rlloss.losses.terms import Reduction
+from rlloss.losses.totals import Totals
 
 IGNORE = -100
 REDUCTIONS: dict[str, Reduction] = {

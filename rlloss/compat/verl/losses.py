@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlloss.compat.verl.counts import IGNORE, aggregation_of, counts_of, labels_of, length_of, reduction_of, totals_of
 from rlloss.compat.verl.metric import AggregationType, Metric
-from rlloss.compat.verl.padding import dense, no_padding_2_padding, read, require_entries
+from rlloss.compat.verl.padding import dense, no_padding_2_padding, offsets_of, read, require_entries, response_mask_of
 from rlloss.compat.verl.policy import loss_mode, own_policy_loss, policy_loss_cfg, setting
 from rlloss.errors import BatchError
 from rlloss.functional.kl import kl_penalty as token_kl
@@ -41,8 +41,8 @@ def sft_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
             {"shifted_labels": labels_of(mask)}, log_probs, "token-mean", counts_of(data), dp_group
         ), {}
     require_entries(data, ("loss_mask",), "sft_loss on jagged log-probs")
-    loss_mask, offsets = read(data, "loss_mask"), log_probs.offsets()
-    if not loss_mask.is_nested or not torch.equal(loss_mask.offsets(), offsets):
+    loss_mask, offsets = read(data, "loss_mask"), offsets_of(log_probs)
+    if not loss_mask.is_nested or not torch.equal(offsets_of(loss_mask), offsets):
         raise BatchError("sft_loss: loss_mask must be jagged with the lengths of log_probs, one entry for each token.")
     flat = loss_mask.values() != 0
     following = torch.cat([flat[1:], flat.new_zeros(1)])
@@ -70,7 +70,7 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     entropy = read(model_output, "entropy")
     entropy = None if entropy is None else no_padding_2_padding(entropy, data)
     width = log_prob.shape[1]
-    mask = dense(read(data, "response_mask"), width) != 0
+    mask = response_mask_of(data, width)
     mode, counts = str(setting(config, "loss_agg_mode", "token-mean")), counts_of(data)
     counts["loss_scale_factor"] = setting(config, "loss_scale_factor")
     loss_cfg = _actor_config(config, mode, width, counts, entropy is not None)
@@ -82,15 +82,15 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
         "ref_logprobs": dense(read(data, "ref_log_prob"), width) if loss_cfg.use_kl_loss else None,
     }
     own = own_policy_loss(loss_mode(config))
-    pg_loss, pg_metrics = None, {}
+    pg_loss: Any = None
+    found: dict[str, Any] = {}
     if own is not None:
-        pg_loss, pg_metrics = _own_loss(own, config, batch, log_prob, mode, counts)
+        pg_loss, found = _own_loss(own, config, batch, log_prob, mode, counts)
         # With advantages of 0 the context adds KL and entropy only.
         batch["advantages"] = torch.zeros_like(log_prob)
     (context,) = GRPOLossContext.build_batches([loss_cfg.build(batch)], group=dp_group, totals=totals_of(mode, counts))
     loss, (_, extra) = context.forward_log_probs(log_prob, entropy)
     scale = float(counts["dp_size"])
-    found: dict[str, Any] = dict(pg_metrics)
     if pg_loss is None:
         found |= _policy_metrics(extra)
         pg_loss = float(extra["policy_loss"]) * scale
@@ -122,7 +122,7 @@ def value_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) 
     require_entries(data, ("response_mask", "values", "returns"), "value_loss")
     predicted = no_padding_2_padding(model_output["values"], data)
     width = predicted.shape[1]
-    mask = dense(read(data, "response_mask"), width) != 0
+    mask = response_mask_of(data, width)
     mode, counts = str(setting(config, "loss_agg_mode", "token-mean")), counts_of(data)
     counts["loss_scale_factor"] = setting(config, "loss_scale_factor")
     loss_cfg = ValueLossConfig(
@@ -136,7 +136,8 @@ def value_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) 
         "values": dense(read(data, "values"), width),
         "returns": dense(read(data, "returns"), width),
     }
-    (context,) = ValueLossContext.build_batches([loss_cfg.build(batch)], group=dp_group, totals=totals_of(mode, counts))
+    context = ValueLossContext(loss_cfg, loss_cfg.build(batch).loss_kwargs)
+    ValueLossContext.build_batches([context], group=dp_group, totals=totals_of(mode, counts))
     loss, (_, extra) = context.forward_values(predicted)
     return loss, {
         "critic/vf_loss": Metric(aggregation_of(counts), loss),

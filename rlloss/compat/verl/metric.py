@@ -1,6 +1,6 @@
 """verl's metrics: values of micro-batches with the way to aggregate them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,7 +18,7 @@ class AggregationType(Enum):
     MAX = "max"
 
 
-_REDUCE = {
+_REDUCE: dict[AggregationType, Callable[[Sequence[float]], float]] = {
     AggregationType.MEAN: lambda values: sum(values) / len(values),
     AggregationType.SUM: sum,
     AggregationType.MIN: min,

@@ -74,11 +74,16 @@ def response_from_nested(values: Tensor, response_mask: Tensor) -> Tensor:
         values: Jagged, over prompts and responses.
         response_mask: Jagged `[B, r]`; only its lengths are read.
     """
-    ends = values.offsets()[1:]
-    lengths = response_mask.offsets().diff()
+    ends, lengths = offsets_of(values)[1:], offsets_of(response_mask).diff()
     pieces = zip(ends.tolist(), lengths.tolist(), strict=True)
     rows = [values.values()[end - length - 1 : end - 1] for end, length in pieces]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def response_mask_of(data: Any, width: int) -> Tensor:
+    """Returns the response mask `[B, width]` as bool, whatever its layout and type are."""
+    padded = dense(read(data, "response_mask"), width)
+    return torch.as_tensor(padded) != 0
 
 
 def left_right_2_no_padding(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +114,12 @@ def left_right_2_no_padding(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: data[name] for name in data.keys()}, **changed, **facts}  # noqa: SIM118
 
 
+def offsets_of(jagged: Any) -> Tensor:
+    """Returns where the rows of a jagged tensor begin and end, `[B + 1]`."""
+    offsets: Tensor = jagged.offsets()
+    return offsets
+
+
 def dense(values: Tensor | None, width: int) -> Tensor | None:
     """Pads jagged responses `[B, r]` with 0 to `[B, width]`; dense ones stay as they are."""
     if values is None or not values.is_nested:
@@ -121,7 +132,7 @@ def _lengths(data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     require_entries(data, ("prompts", "responses"), "no_padding_2_padding")
     prompts, responses = read(data, "prompts"), read(data, "responses")
     if prompts.is_nested and responses.is_nested:
-        return prompts.offsets().diff().to(device), responses.offsets().diff().to(device)
+        return offsets_of(prompts).diff().to(device), offsets_of(responses).diff().to(device)
     require_entries(data, ("attention_mask",), "no_padding_2_padding on dense prompts and responses")
     attention = read(data, "attention_mask").to(device) != 0
     width = prompts.shape[1]
