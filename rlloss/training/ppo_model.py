@@ -71,13 +71,15 @@ class ActorCritic:
         """Makes one optimiser step of both, or of the critic alone while it warms up."""
         found: dict[str, float] = {}
         for place, (module, optimizer) in enumerate(zip(self._trained, self._optimizers, strict=True)):
-            name = ("", "critic_")[place]
-            lr = learning_rate(self._settings[place], step, steps)
-            if place == 0 and step < self.config.critic.warmup_steps:
+            name, settings = ("", "critic_")[place], self._settings[place]
+            # The policy's own warm-up begins when the critic's has ended.
+            late = self.config.critic.warmup_steps if place == 0 else 0
+            if step < late:
                 optimizer.zero_grad(set_to_none=True)
                 continue
-            found |= {f"{name}grad_norm": apply_gradients(module, optimizer, lr, self._settings[place].max_grad_norm)}
-            found |= {f"{name}lr": lr}
+            lr = learning_rate(settings, step - late, steps - late)
+            found[f"{name}grad_norm"] = apply_gradients(module, optimizer, lr, settings.max_grad_norm)
+            found[f"{name}lr"] = lr
         return found
 
     def discard_gradients(self) -> None:

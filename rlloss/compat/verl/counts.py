@@ -22,9 +22,11 @@ REDUCTIONS: dict[str, Reduction] = {
 """verl's `loss_agg_mode` and rlloss's `loss_reduction`."""
 
 
-def labels_of(mask: Tensor) -> Tensor:
-    """Returns labels that say which tokens count; what they are does not matter once there are log-probs."""
-    return torch.where(mask, 0, IGNORE)
+def rows_of(mask: Tensor) -> dict[str, Any]:
+    """Returns a batch of rows `[B, R]` whose labels say which tokens count; log-probs make them meaningless else."""
+    batch: dict[str, Any] = {"shifted_labels": torch.where(mask, 0, IGNORE)}
+    # One row is one response here, never several packed ones.
+    return {**batch, "num_tokens": mask.shape[1:]} if mask.shape[0] == 1 else batch
 
 
 def counts_of(data: Any) -> dict[str, Any]:

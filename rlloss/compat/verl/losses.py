@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloss.compat.verl.counts import IGNORE, aggregation_of, counts_of, labels_of, length_of, reduction_of, totals_of
+from rlloss.compat.verl.counts import IGNORE, aggregation_of, counts_of, length_of, reduction_of, rows_of, totals_of
 from rlloss.compat.verl.metric import AggregationType, Metric
 from rlloss.compat.verl.padding import dense, no_padding_2_padding, offsets_of, read, require_entries, response_mask_of
 from rlloss.compat.verl.policy import loss_mode, own_policy_loss, policy_loss_cfg, setting
@@ -37,9 +37,7 @@ def sft_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     if not log_probs.is_nested:
         require_entries(data, ("response_mask",), "sft_loss on padded log-probs")
         mask = read(data, "response_mask") != 0
-        return _cross_entropy(
-            {"shifted_labels": labels_of(mask)}, log_probs, "token-mean", counts_of(data), dp_group
-        ), {}
+        return _cross_entropy(rows_of(mask), log_probs, "token-mean", counts_of(data), dp_group), {}
     require_entries(data, ("loss_mask",), "sft_loss on jagged log-probs")
     loss_mask, offsets = read(data, "loss_mask"), offsets_of(log_probs)
     if not loss_mask.is_nested or not torch.equal(offsets_of(loss_mask), offsets):
@@ -47,7 +45,7 @@ def sft_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     flat = loss_mask.values() != 0
     following = torch.cat([flat[1:], flat.new_zeros(1)])
     last = torch.zeros_like(flat).index_fill(0, offsets[1:].long() - 1, True)
-    batch: dict[str, Any] = {"shifted_labels": labels_of(following & ~last)[None], "cu_seq_lens": offsets}
+    batch: dict[str, Any] = rows_of((following & ~last)[None]) | {"cu_seq_lens": offsets}
     return _cross_entropy(batch, log_probs.values()[None], "token-mean", counts_of(data), dp_group), {}
 
 
@@ -75,7 +73,7 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     counts["loss_scale_factor"] = setting(config, "loss_scale_factor")
     loss_cfg = _actor_config(config, mode, width, counts, entropy is not None)
     batch = {
-        "shifted_labels": labels_of(mask),
+        **rows_of(mask),
         "old_logprobs": dense(read(data, "old_log_probs"), width),
         "advantages": dense(read(data, "advantages"), width),
         "rollout_is_weights": dense(read(data, "rollout_is_weights"), width),
@@ -132,7 +130,7 @@ def value_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) 
         loss_length=length_of(mode, width, counts),
     )
     batch = {
-        "shifted_labels": labels_of(mask),
+        **rows_of(mask),
         "values": dense(read(data, "values"), width),
         "returns": dense(read(data, "returns"), width),
     }
@@ -174,7 +172,7 @@ def agg_loss(
         BatchError: `dp_size` above 1 without the count that the mode needs.
     """
     counts = {"dp_size": dp_size, "batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-    batch = {"shifted_labels": labels_of(loss_mask != 0)}
+    batch = rows_of(loss_mask != 0)
     loss = _cross_entropy(batch, -loss_mat, loss_agg_mode, counts, None)
     length = length_of(loss_agg_mode, loss_mat.shape[1], {"loss_scale_factor": loss_scale_factor})
     return loss if length is None else loss / length
