@@ -41,9 +41,29 @@ def all_reduce_max(values: Tensor, group: Group = None) -> Tensor:
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: Group) -> Tensor:
     if world_size(group) == 1:
         return values.detach()
-    reduced = values.detach().clone()
+    reduced = values.detach().to(collective_device(values.device, group), copy=True)
     dist.all_reduce(reduced, op=operation, group=group)
-    return reduced
+    return reduced.to(values.device)
+
+
+def all_gather_text(text: str, group: Group = None) -> list[str]:
+    """Returns the sentence of each rank; slow, for errors."""
+    sentences: list[Any] = [text] * world_size(group)
+    if len(sentences) > 1:
+        dist.all_gather_object(sentences, text, group=group)
+    return sentences
+
+
+def collective_device(own: torch.device, group: Group = None) -> torch.device:
+    """Returns where a tensor must lie for a collective: on its own device, unless the backend is nccl."""
+    if own.type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return own
+
+
+def members(group: Group = None) -> frozenset[int]:
+    """Returns the global numbers of the ranks of a group; that of a single process is 0."""
+    return frozenset(dist.get_process_group_ranks(group)) if is_initialized() else frozenset({0})
 
 
 def all_gather(values: Tensor, group: Group = None) -> Tensor:
@@ -51,9 +71,10 @@ def all_gather(values: Tensor, group: Group = None) -> Tensor:
     ranks = world_size(group)
     if ranks == 1:
         return values.detach()
-    gathered = values.new_empty((ranks * values.shape[0], *values.shape[1:]))
-    dist.all_gather_into_tensor(gathered, values.detach().contiguous(), group=group)
-    return gathered
+    sent = values.detach().to(collective_device(values.device, group)).contiguous()
+    gathered = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(gathered, sent, group=group)
+    return torch.cat(gathered).to(values.device)
 
 
 class _SumOverRanks(torch.autograd.Function):

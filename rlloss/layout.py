@@ -5,13 +5,58 @@ that count in row-major order, and `Segments` says which sequence each token bel
 nothing else, so garbage at ignored positions cannot reach them.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlloss.distributed import Group, all_reduce_max, differentiable_sum
+from rlloss.distributed import Group, all_gather, all_reduce_max, differentiable_sum, rank
 from rlloss.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of every row that this rank holds under sequence parallelism: `length` columns, padded and split evenly.
+
+    Attributes:
+        group: The ranks that hold the other parts; `None` once the shard has been pickled.
+        number: Which part this is, from 0.
+        ranks: Number of parts.
+        length: T of the whole rows, before padding.
+    """
+
+    group: Group
+    number: int
+    ranks: int
+    length: int
+
+    @property
+    def local_length(self) -> int:
+        """Columns of each part."""
+        return -(-self.length // self.ranks)
+
+    @property
+    def start(self) -> int:
+        """First column of this part in the padded whole."""
+        return self.number * self.local_length
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group belongs to its process.
+        return {**self.__dict__, "group": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
+        return self
+
+    def split(self, values: Tensor, pad: float) -> Tensor:
+        """Pads whole rows at their end and returns this rank's part: `[B, T, ...]` -> `[B, local_length, ...]`."""
+        part = values[:, self.start : self.start + self.local_length]
+        missing = self.local_length - int(part.shape[1])
+        if not missing:
+            return part
+        return torch.cat([part, part.new_full((part.shape[0], missing, *part.shape[2:]), pad)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -22,11 +67,17 @@ class Segments:
         ids: `[N]` int64, the sequence of each token.
         count: Number of sequences S, those without any token included.
         group: Sequence-parallel ranks that hold other tokens of the same sequences, or `None`.
+        counts_sequences: Whether this rank is the one of its group that counts the sequences.
+        known_sizes: `[S]` float64, tokens of each sequence over all ranks of the group, once they were exchanged.
+        before: `[S]` float64, tokens of each sequence on lower ranks of the group; `None` is none.
     """
 
     ids: Tensor
     count: int
     group: Group = None
+    counts_sequences: bool = True
+    known_sizes: Tensor | None = None
+    before: Tensor | None = None
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sums over each sequence: `[N]` -> `[S]`, differentiable, over all ranks that share it."""
@@ -35,8 +86,15 @@ class Segments:
 
     @property
     def sizes(self) -> Tensor:
-        """Number of tokens of each sequence, `[S]` float64."""
+        """Number of tokens of each sequence over all ranks that share it, `[S]` float64."""
+        if self.known_sizes is not None:
+            return self.known_sizes
         return self.sum(torch.ones_like(self.ids, dtype=torch.float64))
+
+    @property
+    def counted(self) -> Tensor:
+        """1 for each sequence that has tokens and that this rank is to count, else 0: `[S]` float64."""
+        return (self.sizes > 0).double() if self.counts_sequences else self.sizes.new_zeros(self.count)
 
     def mean(self, values: Tensor) -> Tensor:
         """Returns the mean over each sequence: `[N]` -> `[S]`; 0 for a sequence without tokens."""
@@ -89,24 +147,57 @@ class TokenLayout:
         return values.new_full((rows * columns,), fill).index_copy(0, self.index, values).reshape(self.shape)
 
 
-def token_layout(mask: Tensor, cu_seq_lens: Tensor | None, num_tokens: int, group: Group = None) -> TokenLayout:
+def exchange_sizes(parts: Sequence[tuple[Segments, Sequence[Tensor]]]) -> list[tuple[Segments, list[Tensor]]]:
+    """Counts the tokens of each sequence, all of them and those under each mask, in one collective.
+
+    Args:
+        parts: Segments, all of one group, with masks `[N]` bool of their tokens.
+
+    Returns:
+        Segments that know their sizes, and the number of tokens `[S]` float64 under each mask.
+    """
+    local: list[Tensor] = []
+    for segments, masks in parts:
+        ones = torch.ones_like(segments.ids, dtype=torch.float64)
+        zeros = ones.new_zeros(segments.count)
+        local += [zeros.index_add(0, segments.ids, part) for part in (ones, *(mask.double() for mask in masks))]
+    group = parts[0][0].group
+    if group is None:
+        every, lower = torch.cat(local), None
+    else:
+        gathered = all_gather(torch.cat(local)[None], group)
+        every, lower = gathered.sum(dim=0), gathered[: rank(group)].sum(dim=0)
+    found, start = [], 0
+    for segments, masks in parts:
+        bounds = [start + segments.count * place for place in range(len(masks) + 2)]
+        columns = [every[left:right] for left, right in itertools.pairwise(bounds)]
+        before = None if lower is None else lower[start : start + segments.count]
+        found.append((replace(segments, known_sizes=columns[0], before=before), columns[1:]))
+        start = bounds[-1]
+    return found
+
+
+def token_layout(mask: Tensor, cu_seq_lens: Tensor | None, num_tokens: int, shard: Shard | None = None) -> TokenLayout:
     """Builds the layout of a padded or packed batch, without a host synchronisation.
 
     Args:
         mask: `[B, T]` bool, the tokens that count.
         cu_seq_lens: `[S+1]` offsets of packed sequences (B is 1 then), or `None`: each row is one sequence.
         num_tokens: Number of True entries in `mask`, known on the host.
-        group: Ranks of a sequence-parallel group, or `None`.
+        shard: Which part of the rows `mask` is, under sequence parallelism; the offsets are those of the whole row.
     """
     rows, columns = mask.shape
     full = num_tokens == rows * columns
     flat = torch.arange(num_tokens, device=mask.device)
     if not full:
         flat = torch.nonzero_static(mask.reshape(-1), size=num_tokens).squeeze(1)
-    if cu_seq_lens is None:
-        segments = Segments(flat // max(columns, 1), rows, group)
-    else:
-        segments = Segments(sequence_of(flat, cu_seq_lens), int(cu_seq_lens.shape[0]) - 1, group)
+    ids, count = flat // max(columns, 1), rows
+    if cu_seq_lens is not None:
+        first = 0 if shard is None else shard.start
+        ids, count = sequence_of(flat + first, cu_seq_lens), int(cu_seq_lens.shape[0]) - 1
+    segments = Segments(ids, count)
+    if shard is not None:
+        segments = Segments(ids, count, shard.group, counts_sequences=shard.number == 0)
     return TokenLayout((rows, columns), None if full else flat, segments)
 
 

@@ -6,23 +6,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.errors import BatchError
-from rlloss.layout import from_jagged, jagged_offsets, spread_over_tokens
+from rlloss.layout import Shard, from_jagged, jagged_offsets, spread_over_tokens
 from rlloss.losses.kwargs import BaseLossKwargs, Offsets, PerSequence, PerToken
 
 K = TypeVar("K", bound=BaseLossKwargs)
 
 
-def kwargs_of(cls: type[K], data: Mapping[str, Any], ignore_idx: int, sp_mesh: DeviceMesh | None) -> K:
+def kwargs_of(cls: type[K], data: Mapping[str, Any], shard: Shard | None = None) -> K:
     """Reads the fields of a kwargs class out of a batch.
 
     Args:
         cls: The kwargs class; its annotations say what each field must look like.
         data: The batch; it is only read.
-        ignore_idx: Label of tokens that do not count.
-        sp_mesh: Sequence-parallel mesh, or None.
+        shard: Which part of the rows is kept later, under sequence parallelism; tensors may be this part already.
 
     Raises:
         BatchError: A required key is missing, or a tensor does not fit.
@@ -34,13 +32,8 @@ def kwargs_of(cls: type[K], data: Mapping[str, Any], ignore_idx: int, sp_mesh: D
     fields: dict[str, Any] = {"shifted_labels": labels, "cu_seq_lens": offsets}
     for name in cls.model_fields:
         key = batch_key(cls, name)
-        if name not in fields and key in present:
-            fields[name] = _field(cls, name, present[key], labels, offsets)
-    if sp_mesh is not None and sp_mesh.size() > 1:
-        raise BatchError(
-            f"build got a sequence-parallel mesh of {sp_mesh.size()} ranks, which this version does not split over. "
-            f"Give sp_mesh=None and the whole sequences on each rank."
-        )
+        if name not in (*fields, "shard") and key in present:
+            fields[name] = _field(cls, name, present[key], _Shape(labels, offsets, shard))
     return cls(**fields)
 
 
@@ -79,14 +72,15 @@ def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
     Raises:
         BatchError: Its shape is not that of the labels.
     """
-    value = getattr(loss_kwargs, name)
+    value, shard = getattr(loss_kwargs, name), loss_kwargs.shard
     if isinstance(value, Tensor) and value.is_nested:
         value = from_jagged(value).detach()
         setattr(loss_kwargs, name, value)
     if isinstance(value, Tensor) and value.shape[:2] != loss_kwargs.shifted_labels.shape:
+        whole = "" if shard is None else f" (this rank's part) or T={shard.length} (whole rows)"
         raise BatchError(
             f"{name} has shape {tuple(value.shape)}, expected {tuple(loss_kwargs.shifted_labels.shape)}, the shape of "
-            f"shifted_labels."
+            f"shifted_labels{whole}."
         )
 
 
@@ -124,8 +118,14 @@ class LabelFacts:
     count: int
 
 
-def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None) -> LabelFacts:
+def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None, shard: Shard | None = None) -> LabelFacts:
     """Reads range and count of the labels, and checks the offsets, in one host synchronisation.
+
+    Args:
+        labels: `[B, T]`, under sequence parallelism this rank's part.
+        ignore_idx: Label of tokens that do not count.
+        cu_seq_lens: Offsets of the whole row, or None.
+        shard: Which part of the rows the labels are.
 
     Raises:
         BatchError: A label is negative and not ignored, or the offsets do not describe the row.
@@ -140,11 +140,12 @@ def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None) -> 
     ]
     if cu_seq_lens is not None:
         steps = cu_seq_lens[1:] - cu_seq_lens[:-1]
-        beyond = torch.arange(labels.shape[1], device=labels.device) >= cu_seq_lens[-1]
+        first = 0 if shard is None else shard.start
+        beyond = torch.arange(first, first + labels.shape[1], device=labels.device) >= cu_seq_lens[-1]
         facts += [cu_seq_lens[0], steps.amin(), cu_seq_lens[-1], (counted[0] & beyond).sum()]
     lowest, highest, count, *offsets = (int(fact) for fact in torch.stack([fact.long() for fact in facts]).tolist())
     if offsets:
-        _check_offsets(offsets, labels.shape[1])
+        _check_offsets(offsets, labels.shape[1] if shard is None else shard.length)
     if count and lowest < 0:
         raise BatchError(
             f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. "
@@ -205,7 +206,28 @@ def _offsets(present: Mapping[str, Any], labels: Tensor) -> Tensor | None:
     return offsets
 
 
-def _field(cls: type[BaseLossKwargs], name: str, value: Any, labels: Tensor, offsets: Tensor | None) -> Any:
+@dataclass(frozen=True)
+class _Shape:
+    """What the tensors of a batch must fit: its whole labels, offsets, and the part of the rows that is kept."""
+
+    labels: Tensor
+    offsets: Tensor | None
+    shard: Shard | None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return int(self.labels.shape[0]), int(self.labels.shape[1])
+
+    def fits(self, value: Tensor, length: int, wide: bool) -> bool:
+        """Whether a tensor is `[B, length]`, or `[B, length, K]` where wide."""
+        return tuple(value.shape[:2]) == (self.rows[0], length) and value.ndim == (3 if wide else 2)
+
+    @property
+    def sequences(self) -> int:
+        return self.rows[0] if self.offsets is None else int(self.offsets.shape[0]) - 1
+
+
+def _field(cls: type[BaseLossKwargs], name: str, value: Any, shape: _Shape) -> Any:
     role = cls.role(name)
     if not isinstance(value, Tensor):
         if isinstance(role, (PerToken, PerSequence)):
@@ -213,28 +235,23 @@ def _field(cls: type[BaseLossKwargs], name: str, value: Any, labels: Tensor, off
         return value
     if isinstance(role, Offsets):
         return value
-    if value.device != labels.device:
+    if value.device != shape.labels.device:
         raise BatchError(
-            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {labels.device}. "
+            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {shape.labels.device}. "
             f"Move the batch to one device."
         )
     value = value.detach()
-    sequences = labels.shape[0] if offsets is None else offsets.shape[0] - 1
     if isinstance(role, PerSequence):
-        if tuple(value.shape) != (sequences,):
+        if tuple(value.shape) != (shape.sequences,):
             raise BatchError(
-                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({sequences},), one "
+                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({shape.sequences},), one "
                 f"for each sequence."
             )
         return value
-    if not isinstance(role, PerToken):
-        return value
-    return _per_token(batch_key(cls, name), role, value, labels, offsets)
+    return _per_token(batch_key(cls, name), role, value, shape) if isinstance(role, PerToken) else value
 
 
-def _per_token(key: str, role: PerToken, value: Tensor, labels: Tensor, offsets: Tensor | None) -> Tensor:
-    shape = (int(labels.shape[0]), int(labels.shape[1]))
-    sequences = shape[0] if offsets is None else int(offsets.shape[0]) - 1
+def _per_token(key: str, role: PerToken, value: Tensor, shape: _Shape) -> Tensor:
     if role.kind == "mask":
         value = value != 0
     elif role.kind == "id":
@@ -243,11 +260,14 @@ def _per_token(key: str, role: PerToken, value: Tensor, labels: Tensor, offsets:
         value = value.long()
     elif not value.is_floating_point():
         value = value.float()
-    if tuple(value.shape) == shape if not role.wide else value.ndim == 3 and tuple(value.shape[:2]) == shape:
+    if shape.fits(value, shape.rows[1], role.wide):
         return value
-    if role.spread and tuple(value.shape) in ((sequences,), (sequences, 1)):
-        return spread_over_tokens(value.reshape(-1), shape, offsets)
-    options = f"{(*shape, 'K') if role.wide else shape}" + (
-        f" or ({sequences},), one for each sequence" if role.spread else ""
-    )
-    raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape}.")
+    if role.spread and tuple(value.shape) in ((shape.sequences,), (shape.sequences, 1)):
+        return spread_over_tokens(value.reshape(-1), shape.rows, shape.offsets)
+    options = f"{(*shape.rows, 'K') if role.wide else shape.rows}"
+    options += f" or ({shape.sequences},), one for each sequence" if role.spread else ""
+    if shape.shard is not None:
+        if shape.fits(value, shape.shard.local_length, role.wide):
+            return value
+        options += f" or T={shape.shard.local_length}, this rank's part of the rows"
+    raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape.rows}.")

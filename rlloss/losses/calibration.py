@@ -7,7 +7,6 @@ sequences that have any, P prompts, n_i tokens of sequence i and n_p of prompt p
     constant 1/(S L)    prompt 1/(P n_p)    sum 1
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlloss.distributed import Group, all_reduce_sum, world_size
-from rlloss.errors import BatchError
-from rlloss.layout import TokenLayout
+from rlloss.distributed import Group, all_reduce_sum
+from rlloss.layout import TokenLayout, exchange_sizes
+from rlloss.losses.agreement import FACTS, check_facts, facts_of, num_prompts_of
+from rlloss.losses.step_check import MAX_TERMS, check_step, prompts_of
 from rlloss.losses.terms import Term
 from rlloss.losses.totals import Totals
 
@@ -34,6 +34,11 @@ class _Part:
     sizes: Tensor
     prompts: Tensor | None
 
+    @property
+    def counted_sizes(self) -> Tensor:
+        """The sizes, or 0 where another rank of a sequence-parallel group counts them."""
+        return self.sizes if self.layout.segments.counts_sequences else torch.zeros_like(self.sizes)
+
 
 def calibrate(
     contexts: list[C],
@@ -43,33 +48,25 @@ def calibrate(
     totals: Totals | None,
 ) -> list[C]:
     """Counts over micro-batches and ranks, and assigns the token weights; see `build_batches`."""
-    if not contexts:
-        raise BatchError(
-            "build_batches got an empty list of contexts. A rank without data passes one context of ignored labels: "
-            "loss_cfg.empty(like=batch)."
-        )
     totals = totals or Totals()
-    problem: BatchError | None = None
+    problem: Exception | None = None
+    terms: Sequence[Term] = ()
     parts: list[list[_Part]] = []
-    terms = contexts[0].loss_cfg.terms()
     try:
-        _assign_offsets(contexts, cu_seq_lens_list)
-        for context in contexts:
-            _prepare(context)
-        _warn_unpacked(contexts, terms)
-    except BatchError as error:
+        terms = check_step(contexts, cu_seq_lens_list, sp_mesh, group)
+    except Exception as error:  # whatever it is: the other ranks must not wait for this one
         problem = error
-    # Its collectives run on every rank, also where a batch failed: the error travels with the counts.
-    contexts[0].select_step([] if problem else contexts, group)
+    if problem is None and _several_collectives(contexts):
+        _agree(contexts, group)
     try:
-        parts = [] if problem else [[_part(context, term) for context in contexts] for term in terms]
-    except BatchError as error:
+        parts = [] if problem else _parts(contexts, terms, group)
+    except Exception as error:
         problem = error
     counts = _count(contexts, terms, parts, problem, group, totals)
     for index, term in enumerate(terms):
-        for context, part in zip(contexts, parts[index], strict=True):
+        for context, part in zip(contexts, parts, strict=True):
             shared = term.weight_name in {earlier.weight_name for earlier in terms[:index]}
-            _assign_weights(context, term, part, counts[index], add=shared)
+            _assign_weights(context, term, part[index], counts[index], add=shared)
     for context in contexts:
         context._batch_size, context._group, context._world = len(contexts), group, totals.world
         counted = terms and (totals.tokens is not None or totals.counts(terms[0].reduction))
@@ -77,15 +74,17 @@ def calibrate(
     return contexts
 
 
-def _assign_offsets(contexts: list[Any], cu_seq_lens_list: Sequence[Tensor] | None) -> None:
-    if cu_seq_lens_list is None:
-        return
-    if len(cu_seq_lens_list) != len(contexts):
-        raise BatchError(
-            f"cu_seq_lens_list has {len(cu_seq_lens_list)} entries for {len(contexts)} contexts; expected one for each."
-        )
-    for context, offsets in zip(contexts, cu_seq_lens_list, strict=True):
-        context.loss_kwargs.cu_seq_lens = offsets.to(context.loss_kwargs.shifted_labels.device)
+def _several_collectives(contexts: list[Any]) -> bool:
+    """Whether something is exchanged before the counts; the same on every rank whose batches are in order."""
+    first = contexts[0]
+    return bool(first.selects_step) or first.loss_kwargs.shard is not None
+
+
+def _agree(contexts: list[Any], group: Group) -> None:
+    """Raises what went wrong on any rank; its vector is that of `_count`, where a rank that failed takes part in it."""
+    facts = facts_of(contexts, None, contexts[0].loss_kwargs.shifted_labels.device)
+    vector = torch.cat([facts, facts.new_zeros(3 * MAX_TERMS)])
+    check_facts(all_reduce_sum(vector, group)[:FACTS], None, contexts[0].loss_cfg.reduce_loss, group)
 
 
 def _prepare(context: Any) -> None:
@@ -101,44 +100,27 @@ def _prepare(context: Any) -> None:
         kwargs.keep_mask = ~leaves if bool(context._dropped) else None
 
 
-def _warn_unpacked(contexts: list[Any], terms: Sequence[Term]) -> None:
-    if not any(term.needs_sequences for term in terms):
-        return
+def _parts(contexts: list[Any], terms: Sequence[Term], group: Group) -> list[list[_Part]]:
+    """Finds the tokens that count: the parts of each context, term by term."""
     for context in contexts:
-        kwargs = context.loss_kwargs
-        if kwargs.shifted_labels.shape[0] == 1 and kwargs.cu_seq_lens is None:
-            warnings.warn(
-                "a row [1, T] without cu_seq_lens or num_tokens is taken as one sequence, and the "
-                "loss depends on where "
-                "sequences begin. Give num_tokens if several sequences are packed in it.",
-                stacklevel=4,
-            )
-            return
+        _prepare(context)
+    if contexts[0].selects_step:
+        contexts[0].select_step(contexts, group)
+    masks = [[_mask(context, term) for term in terms] for context in contexts]
+    pairs = [(context.layout.segments, given) for context, given in zip(contexts, masks, strict=True)]
+    parts = []
+    for context, given, (segments, sizes) in zip(contexts, masks, exchange_sizes(pairs), strict=True):
+        layout = context.know_segments(segments)
+        prompts = [prompts_of(context, term.name) if term.reduction == "prompt" else None for term in terms]
+        parts.append([_Part(layout, *columns) for columns in zip(given, sizes, prompts, strict=True)])
+    return parts
 
 
-def _part(context: Any, term: Term) -> _Part:
+def _mask(context: Any, term: Term) -> Tensor:
     layout: TokenLayout = context.layout
-    flat = context.loss_kwargs.take(layout)
-    mask = torch.ones_like(layout.segments.ids, dtype=torch.bool) if term.mask is None else term.mask(flat)
-    prompts = _prompts(context, term.name) if term.reduction == "prompt" else None
-    return _Part(layout, mask, layout.segments.sum(mask.double()), prompts)
-
-
-def _prompts(context: Any, term: str) -> Tensor:
-    """Checks and returns the prompt of each sequence, `[S]`; one read of the host."""
-    ids, count = context.loss_kwargs.group_ids, context.loss_kwargs.num_prompts
-    if ids is None or count is None:
-        raise BatchError(
-            f"term {term!r}: the reduction 'prompt' needs group_ids [S], the prompt of each sequence, and num_prompts, "
-            f"their number over the whole step; got group_ids={'None' if ids is None else tuple(ids.shape)} and "
-            f"num_prompts={count}."
-        )
-    if ids.numel() and not bool(((ids >= 0) & (ids < count)).all()):
-        raise BatchError(
-            f"group_ids run from {int(ids.min())} to {int(ids.max())}, expected numbers from 0 to num_prompts - 1 = "
-            f"{count - 1}, dense over the whole step."
-        )
-    return ids.long()  # type: ignore[no-any-return]
+    if term.mask is None:
+        return torch.ones_like(layout.segments.ids, dtype=torch.bool)
+    return term.mask(context.loss_kwargs.take(layout))
 
 
 @dataclass(frozen=True)
@@ -156,40 +138,43 @@ def _count(
     contexts: list[Any],
     terms: Sequence[Term],
     parts: list[list[_Part]],
-    problem: BatchError | None,
+    problem: Exception | None,
     group: Group,
     totals: Totals,
 ) -> list[_Counts]:
-    """Sums one vector over ranks: errors, micro-batches and prompts with their squares, three counts for each term.
+    """Sums one vector over ranks: what `facts_of` says, then three counts for each of `MAX_TERMS` terms.
 
     Where all that the terms divide by is given, nothing is summed. A prompt reduction sums its tokens of each prompt
     in a second collective, once no rank has an error.
     """
-    device = contexts[0].loss_kwargs.shifted_labels.device
-    prompts = 0 if problem else _num_prompts(contexts)
-    facts = [problem is not None, len(contexts), len(contexts) ** 2, prompts, prompts**2]
-    head = torch.tensor(facts, device=device, dtype=torch.float64)
-    local = [sum((_counts_of(part) for part in term_parts), head.new_zeros(3)) for term_parts in parts]
-    vector = torch.cat([head, *(local if problem is None else [head.new_zeros(3)] * len(terms))])
-    shared = any(totals.counts(term.reduction) for term in terms)
-    vector = all_reduce_sum(vector, group) if shared else vector
-    _check_ranks(vector[:5], problem, contexts[0].loss_cfg.reduce_loss, world_size(group) if shared else 1)
+    device = contexts[0].loss_kwargs.shifted_labels.device if contexts else torch.device("cpu")
+    head = facts_of(contexts, problem, device)
+    local = [sum((_counts_of(part[index]) for part in parts), head.new_zeros(3)) for index in range(len(terms))]
+    vector = torch.cat([head, *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])
+    if _shared(terms, totals):
+        vector = all_reduce_sum(vector, group)
+        check_facts(vector[:FACTS], problem, not contexts or contexts[0].loss_cfg.reduce_loss, group)
+    elif problem is not None:
+        raise problem
     counts = []
     for index, term in enumerate(terms):
-        by_prompt = _prompt_tokens(parts[index], prompts, group) if term.reduction == "prompt" else None
-        counts.append(_with_totals(vector[5 + 3 * index : 8 + 3 * index], by_prompt, totals))
+        by_prompt = None
+        if term.reduction == "prompt":
+            by_prompt = _prompt_tokens([part[index] for part in parts], num_prompts_of(contexts), group)
+        counts.append(_with_totals(vector[FACTS + 3 * index :][:3], by_prompt, totals))
     return counts
 
 
-def _num_prompts(contexts: list[Any]) -> int:
-    given = {context.loss_kwargs.num_prompts for context in contexts} - {None}
-    if len(given) > 1:
-        raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
-    return int(given.pop()) if given else 0
+def _shared(terms: Sequence[Term], totals: Totals) -> bool:
+    """Whether anything is counted over ranks; without terms this rank failed, and cannot know more than the totals."""
+    if not terms:
+        return totals == Totals()
+    return any(totals.counts(term.reduction) for term in terms)
 
 
 def _counts_of(part: _Part) -> Tensor:
-    return torch.stack([part.mask.sum().double(), (part.sizes > 0).double().sum(), part.sizes.sqrt().sum()])
+    sizes = part.counted_sizes
+    return torch.stack([part.mask.sum().double(), (sizes > 0).double().sum(), sizes.sqrt().sum()])
 
 
 def _prompt_tokens(parts: list[_Part], count: int, group: Group) -> Tensor:
@@ -197,7 +182,7 @@ def _prompt_tokens(parts: list[_Part], count: int, group: Group) -> Tensor:
     local = parts[0].sizes.new_zeros(count)
     for part in parts:
         assert part.prompts is not None
-        local = local.index_add(0, part.prompts, part.sizes)
+        local = local.index_add(0, part.prompts, part.counted_sizes)
     return all_reduce_sum(local, group)
 
 
@@ -213,26 +198,6 @@ def _with_totals(counts: Tensor, prompt_tokens: Tensor | None, totals: Totals) -
         known(totals.prompts, prompts),
         prompt_tokens,
     )
-
-
-def _check_ranks(head: Tensor, problem: BatchError | None, reduce_loss: bool, ranks: int) -> None:
-    if problem is not None:
-        raise problem
-    if ranks == 1:
-        return
-    errors, micro_batches, squares, prompts, prompt_squares = head.tolist()
-    if errors:
-        raise BatchError(f"{int(errors)} of {ranks} ranks could not calibrate their batches; their own error says why.")
-    if reduce_loss and micro_batches**2 != squares * ranks:
-        raise BatchError(
-            f"the {ranks} ranks have unequal numbers of micro-batches ({int(micro_batches)} in all), so forward's "
-            f"collective would hang. Set reduce_loss=False in the loss config, or give every rank the same number "
-            f"(loss_cfg.empty(like=batch) makes one without tokens)."
-        )
-    if prompts**2 != prompt_squares * ranks:
-        raise BatchError(
-            f"num_prompts differs between the {ranks} ranks. It counts the whole step, on every rank alike."
-        )
 
 
 def _assign_weights(context: Any, term: Term, part: _Part, counts: _Counts, add: bool) -> None:

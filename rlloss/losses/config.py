@@ -142,7 +142,8 @@ class BaseLossConfig(StrictModel):
         Args:
             data: Batch, keys as the fields of the kwargs class; a value of None is an absent key. `shifted_labels`
                 `[B, T]` is always required; other tensors are aligned with it.
-            sp_mesh: Sequence-parallel mesh: tensors of the full length are split over it.
+            sp_mesh: Sequence-parallel mesh: rows are padded to a multiple of its ranks and split over them. A per-token
+                tensor may be whole, or this rank's part already; offsets are those of the whole row.
 
         Returns:
             The context, not calibrated yet: hand it to `build_batches`.
@@ -151,15 +152,20 @@ class BaseLossConfig(StrictModel):
             BatchError: A key is missing, or a tensor does not fit.
         """
         from rlloss.losses.batch import kwargs_of
+        from rlloss.losses.sharding import shard_of, split_over_ranks
 
-        context = self.loss_ctx_cls(self, kwargs_of(self._loss_kwargs_cls, data, self.ignore_idx, sp_mesh))
+        context_cls, shard = self.loss_ctx_cls, shard_of(data, sp_mesh)
+        kwargs = kwargs_of(self._loss_kwargs_cls, data, shard)
+        if shard is not None:
+            kwargs = split_over_ranks(kwargs.with_tensors({"shard": shard}), self.ignore_idx)
+        context = context_cls(self, kwargs)
         context.check_labels()
         return context
 
-    def empty(self, like: Mapping[str, Any]) -> "BaseLossContext":
+    def empty(self, like: Mapping[str, Any], sp_mesh: DeviceMesh | None = None) -> "BaseLossContext":
         """Builds the context of a rank without data: the batch `like` with every label ignored."""
         import torch
 
         data = dict(like)
         data["shifted_labels"] = torch.full_like(data["shifted_labels"], self.ignore_idx)
-        return self.build(data)
+        return self.build(data, sp_mesh)

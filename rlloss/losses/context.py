@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from rlloss.distributed import Group, all_reduce_sum, world_size
 from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
 from rlloss.heads.per_chunk import evaluate_per_chunk
-from rlloss.layout import TokenLayout, from_jagged
+from rlloss.layout import Segments, TokenLayout, from_jagged
 from rlloss.losses.known_layout import KnownLayout, check_words, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
@@ -82,12 +83,20 @@ class BaseLossContext:
 
         return calibrate(loss_ctx_list, cu_seq_lens_list, sp_mesh, group, totals)
 
+    def check(self) -> None:
+        """Hook of `build_batches` before any collective: raises where a tensor is missing or does not fit."""
+
     def prepare(self) -> Tensor | None:
         """Hook of `build_batches` before anything is counted: tokens that leave the step, `[B, T]` bool, or None."""
         return None
 
+    @property
+    def selects_step(self) -> bool:
+        """Whether `select_step` does anything; the same on every rank."""
+        return False
+
     def select_step(self, contexts: Sequence[Any], group: Group) -> None:
-        """Hook of `build_batches` for choices over the whole step; no contexts where this rank's batches failed."""
+        """Hook of `build_batches` for choices over the whole step, before anything is counted; runs collectives."""
 
     def extra_ids(self) -> Tensor | None:
         """Hook of `forward`: more words of each token whose log-probs the loss reads, `[N, K]` int64, or None."""
@@ -202,6 +211,12 @@ class BaseLossContext:
         joined.loss_kwargs, joined._known = type(kwargs[0]).cat(kwargs), None
         return joined
 
+    def know_segments(self, segments: Segments) -> TokenLayout:
+        """Takes over segments that know their sizes, so that forward does not have to exchange them."""
+        known = self._read()
+        self._known = replace(known, layout=replace(known.layout, segments=segments))
+        return self._known.layout
+
     def _read(self) -> KnownLayout:
         self._known = read_layout(self.loss_kwargs, self.loss_cfg.ignore_idx, self._known)
         return self._known
@@ -252,9 +267,10 @@ class BaseLossContext:
 
     def _counted(self) -> dict[str, Metric]:
         """Numbers of tokens and sequences, and what calibration measured."""
-        sizes = self.layout.segments.sizes
-        dropped = sizes.new_zeros(()) if self._dropped is None else self._dropped
-        counts: dict[str, Metric] = {"tokens": Sum(sizes.sum()), "sequences": Sum((sizes > 0).double().sum())}
+        segments = self.layout.segments
+        tokens = torch.ones_like(segments.ids, dtype=torch.float64).sum()
+        dropped = tokens.new_zeros(()) if self._dropped is None else self._dropped
+        counts: dict[str, Metric] = {"tokens": Sum(tokens), "sequences": Sum(segments.counted.sum())}
         return {**self._step_metrics, **counts, "dropped_tokens": Sum(dropped)}
 
     def _over_ranks(self, local: Tensor) -> Tensor:
@@ -264,7 +280,8 @@ class BaseLossContext:
         if world == 1 or not self.loss_cfg.reduce_loss:
             return share if self.loss_cfg.reduce_loss or world == 1 else local * world
         total = all_reduce_sum(local, self._group)
-        return share + (total - share).detach()
+        # In this order every rank returns the same bits.
+        return total + (share - share.detach())
 
     def __getstate__(self) -> dict[str, Any]:
         # What is read from the labels is read again; a process group belongs to its process.

@@ -108,8 +108,8 @@ class DistillLossContext(BaseLossContext):
     loss_cfg: DistillLossConfig
     loss_kwargs: DistillLossKwargs
 
-    def prepare(self) -> Tensor | None:
-        """Checks that the teacher's numbers are there; a sampled token of probability 0 leaves the step.
+    def check(self) -> None:
+        """Checks that the teacher's numbers are there.
 
         Raises:
             BatchError: They are missing or do not fit.
@@ -129,9 +129,11 @@ class DistillLossContext(BaseLossContext):
                 raise BatchError(
                     f"teacher_topk_ids {tuple(ids.shape)} and teacher_topk_logprobs {tuple(teacher.shape)} differ."
                 )
-            return None
-        assert kwargs.teacher_logprobs is not None
-        return torch.isinf(kwargs.teacher_logprobs)
+
+    def prepare(self) -> Tensor | None:
+        """A sampled token of probability 0 for the teacher leaves the step."""
+        teacher = self.loss_kwargs.teacher_logprobs
+        return None if teacher is None or self.loss_cfg.kind == "topk" else torch.isinf(teacher)
 
     def extra_ids(self) -> Tensor | None:
         """The teacher's words of the tokens that count, `[N, K]`."""

@@ -207,15 +207,21 @@ class GRPOLossContext(BaseRLLossContext):
             names.append("selection_logprobs")
         return tuple(dict.fromkeys((*names, *super().needed())))
 
-    def prepare(self) -> Tensor | None:
+    def check(self) -> None:
         """Checks the tensors of the selections as well."""
         for name in ("selection_logprobs", "selection_entropy"):
             check_field(self.loss_kwargs, name)
-        return super().prepare()
+        super().check()
 
     def _uses(self, name: str) -> bool:
         chooses = name == "selection_logprobs" and self.loss_cfg.policy_loss.selection is not None
         return chooses or super()._uses(name)
+
+    @property
+    def selects_step(self) -> bool:
+        """Whether the policy loss or top_entropy_quantile chooses among the tokens of the step."""
+        chooses = self.loss_cfg.policy_loss.selection is not None or self.loss_cfg.top_entropy_quantile < 1.0
+        return chooses or super().selects_step
 
     def select_step(self, contexts: Sequence[Any], group: Group) -> None:
         """Writes the choice of the policy loss to `selected`, that of top_entropy_quantile to `policy_mask`."""

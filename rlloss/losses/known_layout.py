@@ -39,14 +39,19 @@ def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout
     same_labels = known is not None and known.labels is labels and known.version == version
     if known is not None and same_labels and known.keep_mask is keep and known.offsets is offsets:
         return known
+    if loss_kwargs.shard is not None and loss_kwargs.shard.group is None:
+        raise BatchError(
+            "this context was pickled and has lost its sequence-parallel group. Call build_batches with sp_mesh=... in "
+            "the process that uses it."
+        )
     facts = known.facts if known is not None and same_labels and known.offsets is offsets else None
-    facts = facts or read_labels(labels, ignore_idx, offsets)
+    facts = facts or read_labels(labels, ignore_idx, offsets, loss_kwargs.shard)
     mask = labels != ignore_idx
     count = facts.count
     if keep is not None:
         mask = mask & keep
         count = int(mask.sum())
-    return KnownLayout(labels, keep, offsets, version, facts, token_layout(mask, offsets, count))
+    return KnownLayout(labels, keep, offsets, version, facts, token_layout(mask, offsets, count, loss_kwargs.shard))
 
 
 def check_words(name: str, ids: Tensor, vocabulary: int) -> None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.layout import TokenLayout
+from rlloss.layout import Shard, TokenLayout
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class BaseLossKwargs(BaseModel):
         num_prompts: Number of prompts of the whole step.
         loss_weight: `[B, T]`, the token weights of a loss with a single term.
         global_grad_tokens: 0-dim, number of tokens that count in the whole step.
+        shard: Which part of whole rows the per-token fields are, under sequence parallelism (made by `build`).
     """
 
     model_config = ConfigDict(title="loss keyword arguments", extra="forbid", arbitrary_types_allowed=True)
@@ -70,6 +71,7 @@ class BaseLossKwargs(BaseModel):
     num_prompts: int | None = None
     loss_weight: TokenTensor = None
     global_grad_tokens: Tensor | None = None
+    shard: Shard | None = None
 
     @classmethod
     def role(cls, name: str) -> object:
@@ -85,6 +87,8 @@ class BaseLossKwargs(BaseModel):
         role = self.role(name)
         if role is not None:
             return isinstance(role, PerToken)
+        if self.shard is not None and value.ndim >= 2 and value.shape[1] == self.shard.length:
+            return bool(value.shape[0] == self.shifted_labels.shape[0])
         return value.ndim >= 2 and value.shape[:2] == self.shifted_labels.shape[:2]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,6 +128,11 @@ class BaseLossKwargs(BaseModel):
         """
         if not chunks:
             raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one.")
+        if any(chunk.shard is not None for chunk in chunks):
+            raise BatchError(
+                f"{cls.__name__}.cat: the rows are split over a sequence-parallel mesh, and parts of different rows do "
+                f"not join to the part of a longer row. Join the batches before build."
+            )
         changed = {name: _cat_field(cls, name, chunks) for name, _ in chunks[0]}
         return chunks[0].with_tensors(changed)
 

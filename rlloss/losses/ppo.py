@@ -104,10 +104,10 @@ class ActorCriticLossContext(PPOLossContext):
     loss_cfg: ActorCriticLossConfig
     loss_kwargs: ActorCriticLossKwargs
 
-    def prepare(self) -> Tensor | None:
+    def check(self) -> None:
         """Checks the tensors of both; a token with an infinite log-prob leaves the step for both."""
         check_value_fields(self.loss_cfg, self.loss_kwargs)
-        return super().prepare()
+        super().check()
 
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Sums the actor's terms; the value term is added in `forward`, it does not look at log-probs."""

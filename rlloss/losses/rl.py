@@ -165,8 +165,8 @@ class BaseRLLossContext(BaseLossContext):
         ratio = self.loss_cfg.kl_importance is not None and not self.loss_cfg.on_policy
         return ("ref_logprobs", "old_logprobs") if ratio else ("ref_logprobs",)
 
-    def prepare(self) -> Tensor | None:
-        """Checks tensors that may have been set after `build`; tokens with an infinite log-prob leave the step.
+    def check(self) -> None:
+        """Checks tensors that may have been set after `build`.
 
         Raises:
             BatchError: A tensor is missing, has another shape, or is NaN while `check_finite` is on.
@@ -180,16 +180,27 @@ class BaseRLLossContext(BaseLossContext):
                 f"{type(self.loss_cfg).__name__} needs {', '.join(missing)}. Put it into the batch, or set it on "
                 f"ctx.loss_kwargs before build_batches" + self._way_out(missing) + "."
             )
-        used = [name for name in _LOG_PROBS if getattr(kwargs, name) is not None and self._uses(name)]
+        used = self._used()
         for name in (*used, "advantages", "is_weights"):
             check_field(kwargs, name)
         if self.loss_cfg.check_finite:
             refuse_nan(kwargs, (*used, "advantages"), self.loss_cfg.ignore_idx)
+
+    def prepare(self) -> Tensor | None:
+        """Tokens with an infinite log-prob leave the step, and those that the rollout correction rejects."""
         leaves = None
-        for name in used:
-            infinite = torch.isinf(getattr(kwargs, name))
+        for name in self._used():
+            infinite = torch.isinf(getattr(self.loss_kwargs, name))
             leaves = infinite if leaves is None else leaves | infinite
         return self._correct_rollout(leaves)
+
+    def _used(self) -> list[str]:
+        return [name for name in _LOG_PROBS if getattr(self.loss_kwargs, name) is not None and self._uses(name)]
+
+    @property
+    def selects_step(self) -> bool:
+        """Whether rollout weights are divided by their mean over the step."""
+        return self.loss_cfg.rollout_is.normalize_weights
 
     def select_step(self, contexts: Sequence[Any], group: Group) -> None:
         """Divides rollout weights by their mean over the step, where the config asks for it."""
@@ -217,6 +228,7 @@ class BaseRLLossContext(BaseLossContext):
         if num_tokens is not None and kwargs.cu_seq_lens is None and kwargs.shifted_labels.shape[0] == 1:
             kwargs.cu_seq_lens = offsets_of(num_tokens.to(kwargs.shifted_labels.device))
         kwargs.is_weights = None
+        self.check()
         self.prepare()
         if self._rollout is None:
             self._rollout = rollout_outcome(self, None)

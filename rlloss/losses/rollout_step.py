@@ -10,7 +10,7 @@ from torch import Tensor
 from rlloss.distributed import Group, all_reduce_sum
 from rlloss.errors import BatchError
 from rlloss.functional.rollout import correct_rollout, mismatch_metrics
-from rlloss.layout import token_layout
+from rlloss.layout import exchange_sizes, token_layout
 from rlloss.metrics import Metric
 
 
@@ -55,15 +55,16 @@ def rollout_outcome(context: Any, leaves: Tensor | None) -> RolloutOutcome:
         )
     counts = kwargs.shifted_labels != cfg.ignore_idx
     counts = counts if leaves is None else counts & ~leaves
-    layout = token_layout(counts, kwargs.cu_seq_lens, int(counts.sum()))
+    layout = token_layout(counts, kwargs.cu_seq_lens, int(counts.sum()), kwargs.shard)
+    segments, _ = exchange_sizes([(layout.segments, [])])[0]
     old, new = layout.take(train).double(), layout.take(rollout).double()
-    found = correct_rollout(old - new, layout.segments, cfg.rollout_is.compiled())
+    found = correct_rollout(old - new, segments, cfg.rollout_is.compiled())
     dtype = torch.float64 if torch.float64 in (train.dtype, rollout.dtype) else torch.float32
     return RolloutOutcome(
         sources=_sources(context),
         weights=layout.put(found.weights.to(dtype), fill=1.0),
         rejected=layout.put((~found.keep).to(torch.uint8)) != 0,
-        mismatch=mismatch_metrics(old, new, layout.segments),
+        mismatch=mismatch_metrics(old, new, segments),
         metrics=found.metrics,
         normalizer=found.normalizer,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloss.distributed import Group, all_gather, all_reduce_sum
-from rlloss.layout import TokenLayout
+from rlloss.layout import TokenLayout, exchange_sizes
 
 _LARGEST = torch.iinfo(torch.int64).max
 
@@ -145,7 +145,12 @@ def places(layout: TokenLayout) -> Tensor:
     ids = layout.segments.ids
     sizes = torch.bincount(ids, minlength=layout.segments.count)
     starts = sizes.cumsum(0) - sizes
-    return torch.arange(ids.shape[0], device=ids.device) - starts[ids]
+    own = torch.arange(ids.shape[0], device=ids.device) - starts[ids]
+    if layout.segments.group is None:
+        return own
+    segments, _ = exchange_sizes([(layout.segments, [])])[0]
+    assert segments.before is not None
+    return own + segments.before.long()[ids]
 
 
 def _mix(values: Tensor) -> Tensor:

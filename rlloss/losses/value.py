@@ -163,10 +163,9 @@ class ValueLossContext(BaseLossContext):
     loss_cfg: ValueLossConfig
     loss_kwargs: ValueLossKwargs
 
-    def prepare(self) -> Tensor | None:
+    def check(self) -> None:
         """Checks returns and old values."""
         check_value_fields(self.loss_cfg, self.loss_kwargs)
-        return None
 
     def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
         """Computes the loss of this micro-batch from hidden states.

@@ -1,0 +1,110 @@
+"""What ranks tell each other before they count: errors, micro-batches, shards. Nobody waits for a rank that failed.
+
+The first collective of `build_batches` has one shape on every rank, whatever went wrong on it, so that an error travels
+with the counts and is raised everywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloss.distributed import Group, all_gather_text, members, rank, world_size
+from rlloss.errors import BatchError
+from rlloss.layout import Shard
+
+FACTS = 9
+"""Numbers of a rank before its counts: errors, micro-batches and prompts with their squares, and four about shards."""
+
+
+def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.device) -> Tensor:
+    """Returns what this rank tells the others, `[FACTS]` float64; sums over ranks are what `check_facts` looks at."""
+    shard = contexts[0].loss_kwargs.shard if contexts else None
+    count, shape, weight = len(contexts), 0, 0
+    if shard is not None and problem is None:
+        # Sequences of each micro-batch, which the ranks of one sequence-parallel group must agree on.
+        shape = sum((place + 1) * (1 + context.layout.segments.count) for place, context in enumerate(contexts))
+        weight = shard.ranks - 1 if shard.number == 0 else -1
+    prompts = 0 if problem else num_prompts_of(contexts)
+    facts = [problem is not None, count, count**2, prompts, prompts**2, shard is not None]
+    facts += [shape * weight, shape**2 * weight, count * weight]
+    return torch.tensor(facts, device=device, dtype=torch.float64)
+
+
+def check_facts(facts: Tensor, problem: Exception | None, reduce_loss: bool, group: Group) -> None:
+    """Raises on every rank what went wrong on any.
+
+    Args:
+        facts: The sums over ranks.
+        problem: What went wrong on this one.
+        reduce_loss: Whether forward will run a collective for each micro-batch.
+        group: The ranks.
+
+    Raises:
+        BatchError: A rank failed, or the ranks do not fit together.
+    """
+    ranks = world_size(group)
+    if ranks == 1:
+        if problem is not None:
+            raise problem
+        return
+    errors, micro_batches, squares, prompts, prompt_squares, sharded, *differences = facts.tolist()
+    if errors:
+        _raise_everywhere(problem, group)
+    if sharded not in (0.0, float(ranks)):
+        raise BatchError(
+            f"{int(sharded)} of {ranks} ranks split their rows over a sequence-parallel mesh, the others do not. Give "
+            f"build the same kind of sp_mesh on every rank."
+        )
+    if any(differences):
+        raise BatchError(
+            "the ranks of a sequence-parallel group hold different batches: the number of micro-batches or of their "
+            "sequences differs. Give build the same whole batch on each of them."
+        )
+    if reduce_loss and micro_batches**2 != squares * ranks:
+        raise BatchError(
+            f"the {ranks} ranks have unequal numbers of micro-batches ({int(micro_batches)} in all), so forward's "
+            f"collective would hang. Set reduce_loss=False in the loss config, or give every rank the same number "
+            f"(loss_cfg.empty(like=batch) makes one without tokens)."
+        )
+    if prompts**2 != prompt_squares * ranks:
+        raise BatchError(
+            f"num_prompts differs between the {ranks} ranks. It counts the whole step, on every rank alike."
+        )
+
+
+def num_prompts_of(contexts: Sequence[Any]) -> int:
+    """Returns the number of prompts of the step, 0 where none is given.
+
+    Raises:
+        BatchError: The micro-batches disagree.
+    """
+    given = {context.loss_kwargs.num_prompts for context in contexts} - {None}
+    if len(given) > 1:
+        raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
+    return int(given.pop()) if given else 0
+
+
+def check_group(shard: Shard | None, group: Group) -> None:
+    """Checks that the ranks that are counted over hold whole rows.
+
+    Raises:
+        BatchError: Some rank of the sequence-parallel group is missing among them.
+    """
+    if shard is None:
+        return
+    missing = members(shard.group) - members(group)
+    if missing:
+        raise BatchError(
+            f"build_batches counts over a group that lacks the ranks {sorted(missing)} of this rank's "
+            f"sequence-parallel group, and would miss their tokens. Give the group of all data and sequence ranks."
+        )
+
+
+def _raise_everywhere(problem: Exception | None, group: Group) -> None:
+    own = "" if problem is None else f"rank {rank()}: {problem}"
+    sentences = [sentence for sentence in all_gather_text(own, group) if sentence]
+    if problem is not None and not isinstance(problem, BatchError):
+        raise problem
+    raise BatchError("; ".join(sentences)) from problem

@@ -1,0 +1,138 @@
+"""One optimiser step cut over a mesh of data, sequence and vocabulary ranks: what a rank does, how parts are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ranks.losses  # noqa: F401  (registers its losses on every rank)
+from batches import LAYOUTS, Result, Step, split
+from rlloss import metrics
+
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
+
+
+@dataclass
+class Case:
+    """A step, how it is cut, and the loss."""
+
+    config: Any
+    step: Step
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    parts: int = 1
+    layout: str = "padded"
+    keys: Sequence[str] = ("old_logprobs", "ref_logprobs", "advantages")
+    late: Sequence[str] = ()
+    """Fields set after build: this rank's part."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        dp, sp, tp = self.mesh
+        return dp * sp * tp
+
+
+class Collectives(TorchDispatchMode):
+    """Notes the name of every collective that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func._schema.name.split("::")[1].rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Part:
+    """What one rank gave."""
+
+    losses: list[float]
+    hidden_grads: list[Tensor]
+    weight_grad: Tensor
+    bias_grad: Tensor | None
+    metrics: dict[str, float]
+    collectives: dict[str, list[str]]
+
+
+def run_part(case: Case) -> Part:
+    """Runs this rank's share of the step."""
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "sp", "tp"))
+    dp_rank, sp_rank, tp_rank = (mesh[name].get_local_rank() for name in ("dp", "sp", "tp"))
+    dp, sp, tp = case.mesh
+    group = mesh["dp", "sp"]._flatten().get_group()
+    groups = split(split(case.step.sequences, dp)[dp_rank], case.parts)
+    laid = [LAYOUTS[case.layout](part, [key for key in case.keys if key in part[0]]) for part in groups]
+    seen: dict[str, list[str]] = {}
+    contexts = [build(case, batch, mesh["sp"], sp_rank, sp) for batch, _ in laid]
+    with Collectives() as counter:
+        contexts = type(contexts[0]).build_batches(contexts, sp_mesh=mesh["sp"], group=group)
+    seen["build_batches"] = counter.names
+    weight = case.step.weight.tensor_split(tp)[tp_rank].clone().requires_grad_()
+    bias = None if case.step.bias is None else case.step.bias.tensor_split(tp)[tp_rank].clone().requires_grad_()
+    hidden = [local(value, sp_rank, sp, 7.0).clone().requires_grad_() for _, value in laid]
+    head = {"vocab_group": mesh["tp"].get_group()} if tp > 1 else {}
+    losses, extras = [], []
+    for context, states in zip(contexts, hidden, strict=True):
+        with Collectives() as counter:
+            loss, (_, extra) = context.forward(states, weight, bias, **head)
+        seen["forward"] = counter.names
+        with Collectives() as counter:
+            loss.backward()
+        seen["backward"] = counter.names
+        losses.append(loss.item())
+        extras.append(extra)
+    with Collectives() as counter:
+        reduced = metrics.reduce(metrics.merge(extras), group)
+    seen["metrics"] = counter.names
+    grads = [states.grad for states in hidden]
+    return Part(losses, grads, weight.grad, None if bias is None else bias.grad, reduced, seen)
+
+
+def build(case: Case, batch: dict[str, Any], sp_mesh: DeviceMesh, sp_rank: int, sp: int) -> Any:
+    """Builds a context; some fields are set afterwards, as the parts that a model of this rank would compute."""
+    context = case.config.build({key: value for key, value in batch.items() if key not in case.late}, sp_mesh)
+    for name in case.late:
+        setattr(context.loss_kwargs, name, local(batch[name], sp_rank, sp, 0.0))
+    return context
+
+
+def local(values: Tensor, sp_rank: int, sp: int, fill: float) -> Tensor:
+    """This rank's columns of whole rows, padded to a multiple of `sp`."""
+    length = -(-values.shape[1] // sp)
+    tail = values.new_full((values.shape[0], length * sp - values.shape[1], *values.shape[2:]), fill)
+    padded = torch.cat([values, tail], dim=1)
+    return padded[:, sp_rank * length : (sp_rank + 1) * length]
+
+
+def join(case: Case, parts: list[Part]) -> Result:
+    """Puts the parts of all ranks together: gradients as a wrapper would, the loss as any rank says it."""
+    dp, sp, tp = case.mesh
+    grid = [[[parts[(d * sp + s) * tp + t] for t in range(tp)] for s in range(sp)] for d in range(dp)]
+    share = 1.0 if case.config.grad_reduction == "sum" else 1.0 / (dp * sp)
+    lines = [cell for row in grid for cell in row]
+    weight = torch.cat([share * sum(cell[t].weight_grad for cell in lines) for t in range(tp)])
+    bias = None
+    if parts[0].bias_grad is not None:
+        bias = torch.cat([share * sum(cell[t].bias_grad for cell in lines) for t in range(tp)])
+    hidden = []
+    for d, sequences in enumerate(split(case.step.sequences, dp)):
+        for m, part in enumerate(split(sequences, case.parts)):
+            for t in range(1, tp):
+                assert all(torch.equal(grid[d][s][t].hidden_grads[m], grid[d][s][0].hidden_grads[m]) for s in range(sp))
+            whole = share * torch.cat([grid[d][s][0].hidden_grads[m] for s in range(sp)], dim=1)
+            lengths = [len(sequence["hidden"]) for sequence in part]
+            rows = whole[0][: sum(lengths)].split(lengths) if case.layout == "packed" else whole
+            hidden += [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    for part in parts[1:]:
+        assert part.losses == parts[0].losses if case.config.reduce_loss else True
+        assert part.metrics == parts[0].metrics
+    return Result(sum(parts[0].losses), hidden, weight, bias, parts[0].metrics, [])
