@@ -105,7 +105,9 @@ class Moments(Metric):
     def variance(self) -> Tensor:
         """Returns the unbiased variance, 0 for fewer than two numbers."""
         mean = self.total / self.count.clamp(min=1)
-        spread = (self.total_sq - self.count * mean * mean).clamp(min=0)
+        spread = self.total_sq - self.count * mean * mean
+        # What is left of equal numbers is rounding, which differs from split to split.
+        spread = torch.where(spread <= 1e-13 * self.total_sq, 0.0, spread)
         return torch.where(self.count > 1, spread / (self.count - 1).clamp(min=1), 0.0)
 
     def compute(self) -> Tensor:

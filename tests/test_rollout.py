@@ -371,3 +371,12 @@ def test_metrics_merge_by_type() -> None:
     assert found.weights.tolist() == [1.0, 1.0, 1.0]
     merged = metrics.reduce(metrics.merge([found.metrics, found.metrics]))
     assert merged["is_weight_ess"] == pytest.approx(1.0)
+
+
+def test_equal_numbers_have_no_spread_however_they_are_split() -> None:
+    values = torch.full((6,), math.exp(1 / 3), dtype=torch.float64)
+    whole = metrics.moments_of(values)
+    assert float(whole) == float(metrics.moments_of(values[:2]).merge(metrics.moments_of(values[2:]))) == 0.0
+    assert float(metrics.moments_of(torch.tensor([1.0, 1.0 + 1e-5], dtype=torch.float64))) == pytest.approx(
+        1e-5 / 2**0.5, 1e-4
+    )
