@@ -76,7 +76,11 @@ class SupervisedConfig(StrictModel):
     """Supervised warm start on prompts with their right answers."""
 
     steps: int = Field(default=0, ge=0)
-    """Optimiser steps; 0 leaves the phase out."""
+    """Most optimiser steps; 0 leaves the phase out."""
+    target_loss: float | None = Field(default=None, gt=0.0)
+    """The phase ends early once the mean training loss of its last 20 steps is below this; None makes all steps."""
+    questions: int | None = Field(default=None, ge=1)
+    """Training questions whose answers are shown, the first ones; None shows all."""
     batch_size: int = Field(default=128, ge=1)
     """Sequences of one step."""
     micro_batch_size: int = Field(default=128, ge=1)

@@ -45,6 +45,10 @@ class Phase(ABC):
             index: Number of the step, from 0.
         """
 
+    def enough(self) -> bool:
+        """Tells whether the phase has reached its goal before its last step."""
+        return False
+
     def apply_gradients(self, index: int) -> dict[str, float]:
         """Makes one optimiser step with the gradients that were accumulated."""
         lr = learning_rate(self.optimizer_config, index, self.steps)

@@ -128,8 +128,10 @@ class Run:
         seconds = self.report.seconds.get(phase.name, 0.0) - time.perf_counter()
         every = self.config.evaluation.every
         for index in range(done, phase.steps):
+            if phase.enough():  # a run that resumes right after its last step
+                break
             metrics = phase.step(index)
-            last = index + 1 == phase.steps
+            last = index + 1 == phase.steps or phase.enough()
             if last or (every and (index + 1) % every == 0):
                 metrics |= self.evaluate()
             self.report.step += 1

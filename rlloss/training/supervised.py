@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from rlloss.training.config import SupervisedConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.phase import Phase, accumulate, adapted, row_blocks
 from rlloss.training.rollout import IGNORE
+
+RECENT_STEPS = 20
+"""Steps whose mean loss is compared with `target_loss`."""
 
 
 class SupervisedPhase(Phase):
@@ -33,7 +37,8 @@ class SupervisedPhase(Phase):
         super().__init__(policy, config.steps, config.optimizer)
         self.config = config
         self.loss = adapted(config.loss, policy.logit_options)
-        self._pairs = pairs
+        self._pairs = pairs[: config.questions]
+        self._recent: list[float] = []
         self._seed = seed
 
     def step(self, index: int) -> dict[str, float]:
@@ -43,8 +48,23 @@ class SupervisedPhase(Phase):
         rows = row_blocks(len(chosen), self.config.micro_batch_size, labels.device)
         contexts = [self.loss.build({"shifted_labels": labels[part]}) for part in rows]
         contexts = CELossContext.build_batches(contexts)
-        metrics = accumulate(self.policy, contexts, [tokens.rows(part) for part in rows])
-        return {**reduce(metrics), **self.apply_gradients(index)}
+        metrics = reduce(accumulate(self.policy, contexts, [tokens.rows(part) for part in rows]))
+        self._recent = [*self._recent, metrics["loss"]][-RECENT_STEPS:]
+        return {**metrics, **self.apply_gradients(index)}
+
+    def enough(self) -> bool:
+        """Tells whether the mean loss of the last steps is below `target_loss`."""
+        target, recent = self.config.target_loss, self._recent
+        return target is not None and len(recent) == RECENT_STEPS and sum(recent) / RECENT_STEPS < target
+
+    def state(self) -> dict[str, Any]:
+        """Returns the optimiser and the last losses."""
+        return {**super().state(), "recent": self._recent}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        super().restore(state)
+        self._recent = list(state["recent"])
 
 
 def supervised_batch(policy: Policy, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[TokenBatch, Tensor]:

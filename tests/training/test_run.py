@@ -42,6 +42,10 @@ class Killed(BaseException):
     """Stands for a kill: nothing on the way may handle it."""
 
 
+def die() -> None:
+    raise Killed
+
+
 def kill_at(monkeypatch: pytest.MonkeyPatch, place: tuple[str, int], action: Callable[[], None]) -> None:
     """Runs `action` once within a step, given by its phase and index, before the weights change."""
     original = Phase.apply_gradients
@@ -68,9 +72,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_killed_run_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Run, place: tuple[str, int]
 ) -> None:
-    def die() -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
         kill_at(patch, place, die)
         with pytest.raises(Killed):
@@ -225,3 +226,17 @@ def test_better_responses_alone(tmp_path: Path) -> None:
     metrics = phase.step(0)
     assert metrics["sequences"] == 3
     assert bool((seen[0]["advantages"] > 0).all())
+
+
+def test_the_warm_start_ends_at_its_target_and_resumes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["supervised.target_loss=100", "supervised.steps=30", "supervised.questions=9", "grpo.steps=1"]
+    config = load_config(_tiny_file(tmp_path), TrainConfig, overrides)
+    with monkeypatch.context() as patch:
+        kill_at(patch, ("grpo", 0), die)
+        with pytest.raises(Killed):
+            Run(config, tmp_path / "run").train()
+    report = Run(config, tmp_path / "run").train(resume=True)
+    assert report.finished and report.step == 21  # twenty steps make a mean
+    assert set(report.heldout) == {"start", "supervised", "grpo"}
