@@ -12,6 +12,8 @@ NAN_ROW = "verl's gspo: a NaN at a masked position takes the gradient of its who
 BF16 = "verl computes in bfloat16 what it is given in it; log-probs are float32 here before anything is computed"
 COUNTED = "verl refuses what is counted here: a data-parallel size without counts"
 NO_TOKENS = "verl divides by a given count of 0, which is a named error here"
+LUSPO = "Liger's luspo averages over padding; TRL's, the same formula over tokens, is what is reproduced"
+NO_LABEL = "Liger gives -log Z for an ignored label, which is 0 here"
 OTHERS_ERRORS = "the text of another library's errors"
 
 EXCLUSIONS = (
@@ -29,16 +31,23 @@ EXCLUSIONS = (
     Exclusion(r"rollout_corr_helper\..*", DIVIDES_BY_ZERO, name=r".*/sequence_0\.9_1\.1_bn/s1"),
     Exclusion(r"torch_functional\.masked_var", FEW),
     # TRL
-    Exclusion(r"GRPOTrainer(\._gen|\.get).*", LOSSES),
+    Exclusion(r"GRPOTrainer\._gen.*", LOSSES),
     Exclusion(r"RLOOTrainer adv.*", LOSSES),
     Exclusion(r"experimental (IWOPD)Trainer.*", LOSSES),
     Exclusion(r"trl\.(kernels|rewards|trainer\.utils)\..*", LOSSES),
     Exclusion(r"PPOTrainer\.loss.*", SKIPPED, name="loss_ratio_inf"),
+    Exclusion(r"trl\.(rewards|trainer\.utils)\..*", LOSSES),
+    Exclusion(r"(PPOTrainer|AdaptiveKLController|RunningMoments)\..*", PPO),
+    Exclusion(r"experimental PPOTrainer.*", PPO),
+    Exclusion(r"trl\.core\..*", PPO),
     Exclusion(r"experimental (NashMD|XPO|MiniLLM)Trainer.*", OTHER_ALGORITHM),
     Exclusion(r"experimental\.sdpo\..*", OTHER_ALGORITHM),
     # Liger
     Exclusion(r"(LigerFusedLinearGRPOLoss|triton_grpo_loss) error behaviour.*", OTHERS_ERRORS),
-    Exclusion(r"LigerFusedLinearGRPOLoss \(.*", LOSSES),
-    Exclusion(r"triton_grpo_loss \(.*", LOSSES),
-    Exclusion(r"(chunked_loss\.fused_linear_ppo|fused_selective_log_softmax).*", LOSSES),
+    Exclusion(r"chunked_loss\.fused_linear_ppo\._selective_logprob_forward \(.*", NO_LABEL),
+    Exclusion(
+        r"(LigerFusedLinear|triton_)[Gg](RPO|rpo)(Loss|_loss) \(.*",
+        LUSPO,
+        name=r"(chunked|triton)_luspo_(?!sequence_nokl|allmasked).*",
+    ),
 )

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from golden_cases import Case, assert_close, family, tensor
 from golden_steps import WAYS, Outcome, labels_of, run_log_probs
-from rlloss import AdaptiveEntropyCoef, Totals
+from rlloss import AdaptiveEntropyCoef, GRPOLossConfig, GRPOLossContext, Totals, gather_logprobs
 from rlloss.compat.names import TRL_LOSS_TYPES, TRL_RATIOS, TRLCounts, trl_policy_loss, trl_totals
+from rlloss.functional.opd import iw_opd_weights
+from rlloss.functional.policy_score import gamma_factor
+from rlloss.layout import token_layout
 
 TOLERANCE = 1e-9
 FLOAT32 = 1e-6
@@ -221,3 +224,72 @@ def async_grpo(case: Case, way: str) -> None:
     assert_close(found.loss, outputs["loss"], TOLERANCE, "loss")
     assert_close(found.grad[0], outputs["grad_log_probs"], TOLERANCE, "grad_log_probs")
     assert math.isclose(found.extra["ratio_mean"], outputs["metrics"]["ratio"], rel_tol=1e-6)
+
+
+@family(r"GRPOTrainer\.get_high_entropy_mask.*")
+def high_entropy_mask(case: Case, _: Any) -> None:
+    """The tokens of highest entropy: the others have no gradient."""
+    inputs = case.data["inputs"]
+    mask = tensor(inputs["mask"])
+    fields = {
+        "policy_loss_cfg": {"loss_type": "reinforce"},
+        "top_entropy_quantile": case.data["params"]["top_entropy_quantile"],
+    }
+    batch = case_batch({"advantages": torch.ones_like(mask).tolist(), "entropies": inputs["entropies"]}, mask)
+    found = run_log_probs(fields, batch, -torch.ones_like(mask))
+    assert (found.grad != 0).tolist() == case.data["outputs"]["mask"]
+
+
+@family(r"GRPOTrainer\.get_off_policy_mask.*")
+def off_policy_mask(case: Case, _: Any) -> None:
+    """Sequences that drifted from the sampling policy: they have no gradient."""
+    inputs = case.data["inputs"]
+    mask = tensor(inputs["mask"])
+    fields = {
+        "policy_loss_cfg": {"loss_type": "reinforce"},
+        "off_policy_limit": case.data["params"]["off_policy_threshold"],
+        "on_policy": True,
+    }
+    batch = case_batch(inputs, mask)
+    found = run_log_probs(fields, batch, tensor(inputs["per_token_logps"]))
+    kept = (found.grad != 0).any(dim=1, keepdim=True)
+    assert kept.long().tolist() == case.data["outputs"]["mask"]
+
+
+@family(r"GRPOTrainer\.get_gamma_weights.*")
+def gamma_weights(case: Case, _: Any) -> None:
+    """VESPO's factor of each sequence."""
+    params, inputs = case.data["params"], case.data["inputs"]
+    mask = tensor(inputs["mask"]) != 0
+    segments = token_layout(mask, None, int(mask.sum())).segments
+    phi = gamma_factor(
+        tensor(inputs["log_ratio_per_token"])[mask],
+        tensor(inputs["advantages"]).expand(mask.shape)[mask],
+        segments,
+        (params["k_pos"], params["lambda_pos"]),
+        (params["k_neg"], params["lambda_neg"]),
+    )
+    expected = tensor(case.data["outputs"]["phi"]).expand(mask.shape)[mask]
+    assert_close(phi, expected, TOLERANCE, "phi")
+
+
+@family(r"experimental IWOPDTrainer\..*", ("eager", "chunk", "liger"))
+def iw_opd(case: Case, mode: str) -> None:
+    """On-policy distillation with early tokens favoured; logits are hidden states under the identity."""
+    params, inputs, outputs = case.data["params"], case.data["inputs"], case.data["outputs"]
+    logits = tensor(inputs["student_logits"]).requires_grad_()
+    labels = torch.tensor(inputs["labels"])
+    student = gather_logprobs(logits.detach(), labels, params["temperature"])
+    rollout = student if inputs["rollout_logprobs"] is None else tensor(inputs["rollout_logprobs"])
+    gap = tensor(inputs["teacher_actual_logprobs"]) - rollout
+    weights = iw_opd_weights(gap, labels != -100, params["iw_opd_gamma"], params["iw_opd_epsilon"])
+    config = GRPOLossConfig(policy_loss_cfg={"loss_type": "reinforce"}, temperature=params["temperature"], mode=mode)
+    totals = Totals(tokens=inputs["num_items_in_batch"])
+    batch = {"shifted_labels": labels, "advantages": weights * gap}
+    (context,) = GRPOLossContext.build_batches([config.build(batch)], totals=totals)
+    loss, _ = context.forward(logits, torch.eye(logits.shape[2], dtype=torch.float64))
+    loss.backward()
+    assert logits.grad is not None
+    tolerance = FLOAT32 if mode == "liger" else TOLERANCE
+    assert_close(loss, outputs["loss"], tolerance, "loss")
+    assert_close(logits.grad, outputs["grad_logits"], tolerance, "grad_logits")

@@ -109,10 +109,11 @@ def step_tokens(contexts: Sequence[Any], like: Tensor, group: Group) -> StepToke
     columns: dict[str, list[Tensor]] = {name: [] for name in ("log_prob", "old", "advantages", "entropy", "keys")}
     for context in contexts:
         kwargs, layout = context.loss_kwargs, context.layout
-        old, new = kwargs.old_logprobs, kwargs.selection_logprobs
-        new = old if new is None else new
-        columns["log_prob"].append(layout.take(new).double())
-        columns["old"].append(layout.take(new if old is None else old).double())
+        given = (kwargs.selection_logprobs, kwargs.old_logprobs)
+        # A choice by entropy alone needs no log-probs; each of the two stands in for the other.
+        either = next((one for one in given if one is not None), torch.zeros_like(kwargs.advantages))
+        for name, one in zip(("log_prob", "old"), given, strict=True):
+            columns[name].append(layout.take(either if one is None else one).double())
         columns["advantages"].append(layout.take(kwargs.advantages).double())
         columns["keys"].append(_mix(layout.take(kwargs.shifted_labels).long()) ^ places(layout))
         if kwargs.selection_entropy is not None:
