@@ -9,9 +9,9 @@ import pytest
 
 import golden_cases
 import golden_heads  # noqa: F401  (registers its families)
+import golden_liger  # noqa: F401
 import golden_ppo  # noqa: F401
 import golden_ppo_steps  # noqa: F401
-import golden_liger  # noqa: F401
 import golden_rollout  # noqa: F401
 import golden_trl  # noqa: F401
 import golden_verl  # noqa: F401
