@@ -33,21 +33,13 @@ EXCLUSIONS = (
     # TRL
     Exclusion(r"GRPOTrainer\._gen.*", LOSSES),
     Exclusion(r"RLOOTrainer adv.*", LOSSES),
-    Exclusion(r"experimental (IWOPD)Trainer.*", LOSSES),
-    Exclusion(r"trl\.(kernels|rewards|trainer\.utils)\..*", LOSSES),
     Exclusion(r"PPOTrainer\.loss.*", SKIPPED, name="loss_ratio_inf"),
     Exclusion(r"trl\.(rewards|trainer\.utils)\..*", LOSSES),
-    Exclusion(r"(PPOTrainer|AdaptiveKLController|RunningMoments)\..*", PPO),
-    Exclusion(r"experimental PPOTrainer.*", PPO),
-    Exclusion(r"trl\.core\..*", PPO),
     Exclusion(r"experimental (NashMD|XPO|MiniLLM)Trainer.*", OTHER_ALGORITHM),
     Exclusion(r"experimental\.sdpo\..*", OTHER_ALGORITHM),
     # Liger
     Exclusion(r"(LigerFusedLinearGRPOLoss|triton_grpo_loss) error behaviour.*", OTHERS_ERRORS),
     Exclusion(r"chunked_loss\.fused_linear_ppo\._selective_logprob_forward \(.*", NO_LABEL),
-    Exclusion(
-        r"(LigerFusedLinear|triton_)[Gg](RPO|rpo)(Loss|_loss) \(.*",
-        LUSPO,
-        name=r"(chunked|triton)_luspo_(?!sequence_nokl|allmasked).*",
-    ),
+    Exclusion(r"LigerFusedLinearGRPOLoss \(.*", LUSPO, name="chunked_luspo_(token|sequence_kl|sequence_delta|emptyrow).*"),
+    Exclusion(r"triton_grpo_loss \(.*", LUSPO, name="triton_luspo_.*"),
 )
