@@ -40,6 +40,6 @@ EXCLUSIONS = (
     # Liger
     Exclusion(r"(LigerFusedLinearGRPOLoss|triton_grpo_loss) error behaviour.*", OTHERS_ERRORS),
     Exclusion(r"chunked_loss\.fused_linear_ppo\._selective_logprob_forward \(.*", NO_LABEL),
-    Exclusion(r"LigerFusedLinearGRPOLoss \(.*", LUSPO, name="chunked_luspo_(token|sequence_kl|sequence_delta|emptyrow).*"),
+    Exclusion(r"LigerFusedLinearGRPOLoss \(.*", LUSPO, name="chunked_luspo_(token|sequence_[dk]|emptyrow).*"),
     Exclusion(r"triton_grpo_loss \(.*", LUSPO, name="triton_luspo_.*"),
 )
