@@ -117,7 +117,8 @@ class PPOPhase(Phase):
         if cfg.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
         advantages, batch["returns"] = gae(rewards, batch["values"], mask, cfg.gamma, cfg.lam)
-        batch["advantages"] = masked_whiten(advantages, mask)
+        advantages = masked_whiten(advantages, mask)
+        batch["advantages"] = torch.where(advantages < 0, advantages * cfg.negative_scale, advantages)
         return batch, token_rewards
 
     def _optimize(self, rollout: Rollout, batch: Batch, index: int) -> dict[str, float]:

@@ -98,6 +98,9 @@ class PPOConfig(StrictModel):
     """Decay of the advantage estimator."""
     whiten_rewards: bool = False
     """Scale rewards to variance 1 over the rollout, keeping their mean."""
+    negative_scale: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Advantages below 0 are multiplied by it, after whitening. Where right responses are alike and wrong ones differ,
+    pushing down wrong ones is mostly noise, and a small scale learns faster."""
     epochs: int = Field(default=2, ge=1)
     """Passes over the responses of one rollout."""
     updates_per_epoch: int = Field(default=4, ge=1)
