@@ -1,6 +1,14 @@
 """rlloss: the loss layer of reinforcement-learning post-training for language models."""
 
 from rlloss import errors, metrics
+from rlloss.functional import advantages, outcome_advantages, token_advantages  # noqa: F401  (registers estimators)
+from rlloss.functional.advantage_registry import (
+    advantage_names,
+    compute_advantages,
+    get_advantage,
+    register_advantage,
+    unregister_advantage,
+)
 from rlloss.functional.distill import reverse_kl_advantages
 from rlloss.functional.kl import kl_penalty
 from rlloss.heads import TokenStats, gather_logprobs
@@ -97,13 +105,18 @@ __all__ = [
     "ValueLossConfig",
     "ValueLossContext",
     "ValueLossKwargs",
+    "advantage_names",
+    "compute_advantages",
     "errors",
     "gather_logprobs",
+    "get_advantage",
     "get_policy_loss",
     "kl_penalty",
     "metrics",
     "policy_loss_names",
+    "register_advantage",
     "register_policy_loss",
     "reverse_kl_advantages",
+    "unregister_advantage",
     "unregister_policy_loss",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import golden_advantages  # noqa: F401  (registers its families)
 import golden_cases
 import golden_heads  # noqa: F401  (registers its families)
 import golden_liger  # noqa: F401

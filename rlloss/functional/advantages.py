@@ -1,16 +1,12 @@
 """Advantages from rewards."""
 
-import warnings
-from typing import Literal
-
-import torch
 from torch import Tensor
 
-from rlloss.errors import BatchError
+from rlloss.functional.advantage_registry import register_advantage
+from rlloss.functional.groups import Groups, Singleton
 
-Singleton = Literal["zero", "raw"]
 
-
+@register_advantage("grpo", aliases=("grpo_vectorized",))
 def grpo_advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -39,42 +35,6 @@ def grpo_advantages(
     Source:
         arXiv:2402.03300, section 4.1.2.
     """
-    _check(rewards, group_ids)
-    values = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
-    _, dense = torch.unique(group_ids, return_inverse=True)
-    groups = int(dense.max()) + 1 if dense.numel() else 0
-    count = values.new_zeros(groups).index_add_(0, dense, torch.ones_like(values))
-    mean = values.new_zeros(groups).index_add_(0, dense, values) / count
-    centred = values - mean[dense]
-    # a group of equal rewards has advantage 0 exactly, whatever the mean was rounded to
-    anyone = values.new_zeros(groups).index_put_((dense,), values)
-    others = values.new_zeros(groups).index_add_(0, dense, (values != anyone[dense]).to(values.dtype))
-    centred = torch.where((others == 0)[dense], 0.0, centred)
-    advantages = centred
-    if normalize_std:
-        squares = values.new_zeros(groups).index_add_(0, dense, centred.square())
-        std = (squares / (count - 1).clamp(min=1)).sqrt()
-        advantages = centred / (std + eps)[dense]
-    alone = (count == 1)[dense]
-    if bool(alone.any()):
-        if singleton == "raw":
-            return torch.where(alone, values, advantages)
-        warnings.warn(
-            f"{int(alone.sum())} of {groups} groups have one sequence: their advantage is 0. "
-            'Sample more responses to each prompt, or use singleton="raw".',
-            stacklevel=2,
-        )
-    return advantages
-
-
-def _check(rewards: Tensor, group_ids: Tensor) -> None:
-    if rewards.ndim != 1 or rewards.shape != group_ids.shape:
-        raise BatchError(
-            f"rewards {list(rewards.shape)} and group_ids {list(group_ids.shape)} must both be [N], "
-            "one entry for each sequence."
-        )
-    if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
-        raise BatchError(f"group_ids are {group_ids.dtype}, expected integers.")
-    if not bool(rewards.isfinite().all()):
-        row = int((~rewards.isfinite()).nonzero()[0, 0])
-        raise BatchError(f"rewards[{row}] is {float(rewards[row])}. A reward must be a finite number.")
+    groups = Groups(rewards, group_ids)
+    centred = groups.centred()
+    return groups.finish(centred / (groups.std() + eps) if normalize_std else centred, singleton)
