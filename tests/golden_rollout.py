@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from golden_cases import Case, assert_close, family, tensor
+from golden_steps import WAYS, run_log_probs, typeable
+from golden_verl import reduction_fields
 from rlloss import GRPOLossConfig, GRPOLossContext, RolloutImportanceSampling
+from rlloss.compat.names import verl_policy_loss, verl_totals
 
 # The peers' masked means add 1e-8 to a count of a few tokens.
 MEANS = 1e-7
@@ -157,3 +160,36 @@ def trl(case: Case, _: Any) -> None:
     assert_close(kept, mask, 0.0, "a masked ratio keeps its place in the count")
     expected = tensor(case.data["outputs"]["ratio"]).expand_as(mask)
     assert_close(weights, torch.where(mask != 0, expected, 0.0), 1e-12, "ratio")
+
+
+@family("core_algos policy loss 'bypass_mode'", WAYS)
+def verl_bypass(case: Case, way: str) -> None:
+    """The sampling engine's log-probs are the old ones, and the current policy weighs and rejects."""
+    params, outputs = case.data["params"], case.data["outputs"]
+    inputs = {key: tensor(value) for key, value in case.data["inputs"].items()}
+    given = {key: value for key, value in params["rollout_correction"].items() if key != "loss_type"}
+    kind = params["rollout_correction"]["loss_type"]
+    if outputs.get("exception") == "ValueError":
+        with pytest.raises(ValueError, match="unknown policy loss 'foo'"):
+            GRPOLossConfig(policy_loss_cfg={"loss_type": kind})
+        return
+    if kind == "ppo_clip":
+        given["rollout_is"] = None
+    policy = verl_policy_loss("vanilla" if kind == "ppo_clip" else "gpg", params)
+    info, mask = params["global_batch_info"], inputs["response_mask"]
+    fields = {
+        "policy_loss_cfg": policy,
+        "rollout_is": RolloutImportanceSampling.verl(**given),
+        **reduction_fields(params["loss_agg_mode"], mask.shape[1], info.get("loss_scale_factor")),
+    }
+    batch: dict[str, Any] = {
+        "shifted_labels": labels_of(mask.tolist()),
+        "rollout_logprobs": inputs["old_log_prob"],
+        "selection_logprobs": inputs["log_prob"],
+        "advantages": inputs["advantages"],
+    }
+    totals = verl_totals(info.get("batch_num_tokens"), info.get("global_batch_size"), info.get("dp_size"))
+    way = way if typeable(inputs["log_prob"], mask) else "log_probs"
+    found = run_log_probs(fields, batch, inputs["log_prob"], totals=totals, way=way)
+    assert_close(found.loss, outputs["loss"], MEANS, "loss")
+    assert_close(found.grad, outputs["grad_log_prob"], MEANS, "grad_log_prob")
