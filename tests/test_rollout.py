@@ -380,3 +380,13 @@ def test_equal_numbers_have_no_spread_however_they_are_split() -> None:
     assert float(metrics.moments_of(torch.tensor([1.0, 1.0 + 1e-5], dtype=torch.float64))) == pytest.approx(
         1e-5 / 2**0.5, 1e-4
     )
+
+
+def test_a_step_of_weights_that_are_all_zero_is_finite() -> None:
+    """verl divides by zero here."""
+    rule = RolloutImportanceSampling.verl("sequence", "0.9_1.1", rollout_is_batch_normalize=True)
+    batch, hidden = batch_of([3.0, 2.0])
+    step = steps.run_step(GRPOLossConfig(rollout_is=rule), [batch], [hidden])
+    assert step.loss == 0.0
+    assert step.extra["is_weight_ess"] == 0.0
+    assert all(math.isfinite(value) for value in step.extra.values())
