@@ -158,3 +158,19 @@ def distillation_ppo(case: Case, _: Any) -> None:
     for row, (p, r) in enumerate(zip(prompts, responses, strict=True)):
         expected = outputs["grad_log_probs_full"][row][p - 1 : p - 1 + r]
         assert_close(leaf.grad[row, :r], expected, 1e-7, "grad")
+
+
+@family(r"trl\.trainer\.utils\.selective_log_softmax.*", MODES)
+def selective_log_softmax(case: Case, mode: str) -> None:
+    """Log-probs with and without a temperature, and entropies of the plain logits."""
+    inputs, outputs = case.data["inputs"], case.data["outputs"]
+    values, labels = tensor(inputs["logits"]), torch.tensor(inputs["index"])
+    head = torch.eye(values.shape[-1], dtype=torch.float64)
+    names = {1.0: "logps_t1", case.data["params"]["temperature"]: "logps"}
+    for temperature, name in names.items():
+        assert_close(gather_logprobs(values, labels, temperature), outputs[name], 1e-12, name)
+        config = LogProbConfig(mode=mode, temperature=temperature, entropy_metric=True)
+        log_probs, (_, extra) = config.build({"shifted_labels": labels}).forward(values, head)
+        assert_close(log_probs, outputs[name], 1e-12, name)
+        if temperature == 1.0:
+            assert_close(extra["entropy"], outputs["entropy"], 1e-12, "entropy")
