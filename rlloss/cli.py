@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlloss.cli_bench import add_bench_options, run_bench
 from rlloss.cli_check import run_check
 from rlloss.cli_list import run_list
+from rlloss.cli_plot import add_plot_options, run_plot
 from rlloss.config_file import load_config
 from rlloss.errors import ConfigError, RLLossError
 
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(check)
     check.add_argument("--seed", type=int, default=0, help="seed of the random data")
     add_bench_options(_verb(verbs, "bench", run_bench, "time, memory and accuracy of the modes and of installed peers"))
+    add_plot_options(_verb(verbs, "plot", run_plot, "draw loss and gradient of policy losses over the ratio"))
     return parser
 
 
