@@ -2,15 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import comb
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.functional.advantages import grpo_advantages
+from rlloss.functional.advantage_registry import compute_advantages
 from rlloss.losses.config import StrictModel
 
 
@@ -46,74 +45,75 @@ def response_lengths(rewards: Tensor, group: Sequence[Any]) -> Tensor:
     return torch.tensor([len(holder.response_ids or ()) for holder in holders], device=rewards.device).to(rewards)
 
 
-class GRPOEstimator(AdvantageEstimator):
+class _OfOneGroup(AdvantageEstimator):
+    """An estimator of rlloss on the rewards of one group."""
+
+    name: ClassVar[str]
+    needs_lengths: ClassVar[bool] = False
+
+    def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
+        """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
+        given = {**vars(self), "rewards": rewards, "group_ids": torch.zeros_like(rewards, dtype=torch.int64)}
+        if self.needs_lengths:
+            given["lengths"] = response_lengths(rewards, group)
+        return compute_advantages(self.name, **given)
+
+
+class GRPOEstimator(_OfOneGroup):
     """`(r - mean) / (std + eps)`; 0 for a group of one, where XTuner's is NaN (arXiv:2402.03300)."""
+
+    name = "grpo"
 
     def __init__(self, eps: float = 1e-8) -> None:
         self.eps = eps
 
-    def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
-        """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
-        return grpo_advantages(rewards, torch.zeros_like(rewards, dtype=torch.int64), eps=self.eps)
 
-
-class DrGRPOEstimator(GRPOEstimator):
+class DrGRPOEstimator(_OfOneGroup):
     """`(r - mean) / (std + eps) * length / max_length`: what XTuner calls Dr.GRPO.
 
-    The paper's advantage (arXiv:2503.20783) is `r - mean`, with a loss divided by a constant length: here
-    `grpo_advantages(normalize_std=False)` and `loss_reduction="constant"`.
+    The paper's advantage (arXiv:2503.20783) is `r - mean`, with a loss divided by a constant length: rlloss's "dr_grpo"
+    and `loss_reduction="constant"`.
     """
+
+    name, needs_lengths = "length_scaled_grpo", True
 
     def __init__(self, max_length: float, eps: float = 1e-8) -> None:
         self.max_length, self.eps = max_length, eps
 
-    def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
-        """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
-        return super().compute(rewards, group) * response_lengths(rewards, group) / self.max_length
 
-
-class RLOOEstimator(AdvantageEstimator):
+class RLOOEstimator(_OfOneGroup):
     """Reward minus the mean of the other rewards; the reward itself in a group of one (arXiv:2402.14740)."""
 
+    name = "rloo"
+
     def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
         """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
-        others = rewards.shape[0] - 1
-        return rewards - (rewards.sum() - rewards) / others if others else rewards
+        return rewards if rewards.shape[0] == 1 else super().compute(rewards, group)
 
 
-class OPOEstimator(AdvantageEstimator):
-    """Reward minus the mean of the rewards weighted by length (arXiv:2505.23585)."""
+class OPOEstimator(_OfOneGroup):
+    """Reward minus the mean of the rewards weighted by length (arXiv:2505.23585).
+
+    A group of one has advantage 0, one without any token the plain mean as its baseline; `eps` is accepted and not
+    needed, since nothing is divided by 0.
+    """
+
+    name, needs_lengths = "opo", True
 
     def __init__(self, eps: float = 1e-8) -> None:
-        self.eps = eps
-
-    def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
-        """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
-        lengths = response_lengths(rewards, group)
-        return rewards - (rewards * lengths).sum() / (lengths.sum() + self.eps)
+        del eps
 
 
-class PassKEstimator(AdvantageEstimator):
-    """Pass@k advantages of rewards that are right (above 0) or wrong (arXiv:2508.10751, section 2.4).
+class PassKEstimator(_OfOneGroup):
+    """Pass@k of rewards that are right (above 0) or wrong (arXiv:2508.10751).
 
-    With c of n responses right, `rho = 1 - C(n-c, k) / C(n, k)` and `sigma = sqrt(rho (1 - rho)) + eps`: right ones get
-    `(1 - rho) / sigma`, wrong ones `(1 - rho - C(n-c-1, k-1) / C(n-1, k-1)) / sigma`. As in XTuner, `rho = c / n` where
-    n < k, and wrong ones get `-1 / sigma` where none is right.
+    A group of equal answers has advantage 0, where XTuner's is -1 / eps if none is right.
     """
+
+    name = "passk_analytic"
 
     def __init__(self, k: int = 4, eps: float = 1e-6) -> None:
         self.k, self.eps = k, eps
-
-    def compute(self, rewards: Tensor, group: Sequence[Any] = ()) -> Tensor:
-        """Computes the advantages of one group, `[K]`; see `AdvantageEstimator`."""
-        right, n, k = rewards > 0, int(rewards.shape[0]), self.k
-        wrong = n - int(right.sum())
-        rho = 1.0 - comb(wrong, k) / comb(n, k) if n >= k else (n - wrong) / max(n, 1)
-        sigma = (rho * (1.0 - rho)) ** 0.5 + self.eps
-        missed = -1.0
-        if 0 < wrong < n:
-            missed = 1.0 - rho - (comb(wrong - 1, k - 1) / comb(n - 1, k - 1) if n >= k else 0.0)
-        return torch.where(right, (1.0 - rho) / sigma, missed / sigma).to(rewards.dtype)
 
 
 class BaseAdvantageConfig(StrictModel):
