@@ -111,7 +111,7 @@ def soft_gate(ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float)
     Source:
         arXiv:2511.20347, equations 5 and 6.
     """
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = torch.where(advantages > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
 
 

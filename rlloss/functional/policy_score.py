@@ -94,8 +94,9 @@ def gamma_factor(
     if is_weights is not None:
         total = total + segments.sum(bound(is_weights.clamp(min=1e-8).log(), lowest, LOG_RATIO_BOUND).to(total.dtype))
     log_weight = segments.broadcast(bound(total, lowest, LOG_RATIO_BOUND))
-    k = torch.where(advantages >= 0, positive[0], negative[0]).to(log_weight.dtype)
-    rate = torch.where(advantages >= 0, positive[1], negative[1]).to(log_weight.dtype).clamp(min=1e-4)
+    number = log_weight.new_tensor  # a bare float would be float32 in torch.where
+    k = torch.where(advantages >= 0, number(positive[0]), number(negative[0]))
+    rate = torch.where(advantages >= 0, number(positive[1]), number(negative[1])).clamp(min=1e-4)
     return (rate + k * log_weight - rate * log_weight.exp()).exp()
 
 
