@@ -231,3 +231,20 @@ def kl_cov(tokens: Tokens, share: float, coef: float) -> Result:
         losses.append(-a * math.exp(d) + extra * abs(d))
         grads.append((-a * math.exp(d) + extra * ((d > 0.0) - (d < 0.0))) * w)
     return losses, grads
+
+
+def quadratic_sequence(tokens: Tokens, coef: float) -> Result:
+    """`-A log_prob + coef/2 D^2 / n` per token with `D = sum_t d_t`: the square of the whole sequence, shared out."""
+    n, total = len(tokens), math.fsum(tokens.log_ratio)
+    shared = coef * total * math.fsum(tokens.weight) / n
+    rows = list(zip(tokens.log_prob, tokens.advantage, tokens.weight, strict=True))
+    return [-a * lp + 0.5 * coef * total * total / n for lp, a, _ in rows], [-a * w + shared for _, a, w in rows]
+
+
+def vanilla_sequence(tokens: Tokens, kind: str, low: float, high: float) -> Result:
+    """PPO clip on `exp(sum_t d_t)` (product) or `exp(mean_t d_t)` (mean), each log-prob sharing the gradient."""
+    share = 1.0 if kind == "product" else 1.0 / len(tokens)
+    ratio, slope = bounded_ratio(share * math.fsum(tokens.log_ratio))
+    pairs = [clipped_loss(ratio, a, low, high, None) for a in tokens.advantage]
+    grad = share * slope * math.fsum(g * w for (_, g), w in zip(pairs, tokens.weight, strict=True))
+    return [loss for loss, _ in pairs], [grad] * len(tokens)

@@ -1,0 +1,171 @@
+"""Every policy loss against its oracle: value and gradient of random packed sequences, float64."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import oracles
+import oracles_policy as policy
+from golden_steps import WAYS, run_log_probs
+from oracles_policy import Tokens
+from rlloss import GRPOLossConfig, kl_penalty, policy_loss_names
+from rlloss.errors import BatchError, ConfigError, UnknownNameError
+from rlloss.functional.opd import iw_opd_weights
+
+CLIP = {"cliprange_low": 0.2, "cliprange_high": 0.28}
+CASES: dict[str, tuple[dict[str, Any], Callable[[Tokens], policy.Result]]] = {
+    "vanilla": (CLIP, lambda t: policy.vanilla(t, 0.2, 0.28, 3.0)),
+    "vanilla-product": (
+        CLIP | {"ratio": "sequence_product"},
+        lambda t: policy.vanilla_sequence(t, "product", 0.2, 0.28),
+    ),
+    "vanilla-mean": (CLIP | {"ratio": "sequence_mean"}, lambda t: policy.vanilla_sequence(t, "mean", 0.2, 0.28)),
+    "importance": ({}, policy.importance),
+    "reinforce": ({}, policy.reinforce),
+    "cispo": (CLIP, lambda t: policy.cispo(t, 0.8, 1.28)),
+    "cispo-default": ({}, lambda t: policy.cispo(t, 0.0, 1.2)),
+    "cispo-cap": ({"ratio_cap": 0.9}, lambda t: policy.cispo(t, 0.0, 0.9)),
+    "sapo": ({}, policy.sapo),
+    "dppo_tv": ({"divergence_high": 0.1, "divergence_low": 0.05}, lambda t: policy.dppo_tv(t, 0.05, 0.1)),
+    "dppo_kl": ({"divergence_high": 0.1, "divergence_low": 0.05}, lambda t: policy.dppo_kl(t, 0.05, 0.1)),
+    "dro": ({"beta": 0.3}, lambda t: policy.quadratic(t, 0.3)),
+    "dro-sequence": ({"beta": 0.3, "level": "sequence"}, lambda t: policy.quadratic_sequence(t, 0.3)),
+    "opmd": ({}, lambda t: policy.quadratic_sequence(t, 0.1)),
+    "opmd-token": ({"level": "token"}, lambda t: policy.quadratic(t, 0.1)),
+    "topr": ({}, lambda t: policy.topr(t, "sequence")),
+    "topr-token": ({"level": "token"}, lambda t: policy.topr(t, "token")),
+    "gspo": (CLIP, lambda t: policy.gspo(t, 0.2, 0.28)),
+    "gspo-mean": (CLIP | {"ratio": "sequence_mean"}, lambda t: policy.gspo(t, 0.2, 0.28, token_gradient=False)),
+    "gmpo": ({}, policy.gmpo),
+    "vespo": ({}, policy.vespo),
+    "vespo-odd": (
+        {"k_pos": 1.1, "lambda_pos": 1.3, "k_neg": 0.7, "lambda_neg": 2.3},
+        lambda t: policy.vespo(t, (1.1, 1.3), (0.7, 2.3)),
+    ),
+}
+LENGTHS = [4, 1, 6, 3]
+
+
+def draw(seed: int) -> list[Tokens]:
+    rng = random.Random(seed)
+    shares = oracles.reduction_weights(LENGTHS, "square")
+    sequences = []
+    for n, share in zip(LENGTHS, shares, strict=True):
+        log_prob = [rng.uniform(-3.0, -0.2) for _ in range(n)]
+        old = [lp - rng.choice([-1.5, -0.3, -0.1, 0.0, 0.15, 0.4, 1.3]) - rng.uniform(-0.02, 0.02) for lp in log_prob]
+        advantage = [rng.choice([-2.0, -0.5, 0.0, 0.7, 1.5]) for _ in range(n)]
+        sequences.append(Tokens(log_prob, old, advantage, [share] * n))
+    return sequences
+
+
+def packed(sequences: list[Tokens]) -> tuple[dict[str, Any], torch.Tensor]:
+    def row(name: str) -> torch.Tensor:
+        return torch.tensor(
+            [list(itertools.chain.from_iterable(getattr(s, name) for s in sequences))], dtype=torch.float64
+        )
+
+    batch = {
+        "shifted_labels": torch.zeros(1, sum(LENGTHS), dtype=torch.long),
+        "num_tokens": LENGTHS,
+        "old_logprobs": row("old"),
+        "advantages": row("advantage"),
+    }
+    return batch, row("log_prob")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient(name: str, way: str) -> None:
+    fields, oracle = CASES[name]
+    sequences = draw(len(name))
+    batch, log_probs = packed(sequences)
+    config = {"policy_loss_cfg": {"loss_type": name.partition("-")[0], **fields}, "loss_reduction": "square"}
+    if name.partition("-")[0] == "vanilla" and "ratio" in fields:
+        config["policy_loss_cfg"]["clip_ratio_c"] = None
+    found = run_log_probs(config, batch, log_probs, way=way)
+    total, grads = 0.0, []
+    for tokens in sequences:
+        losses, slopes = oracle(tokens)
+        total += sum(w * loss for w, loss in zip(tokens.weight, losses, strict=True))
+        grads += slopes
+    assert float(found.loss) == pytest.approx(total, rel=1e-10, abs=1e-12)
+    assert found.grad[0].tolist() == pytest.approx(grads, rel=1e-9, abs=1e-11)
+
+
+def test_every_loss_has_an_oracle() -> None:
+    builtin = {name for name in policy_loss_names() if not name.startswith(("parity", "test", "custom"))}
+    covered = {name.partition("-")[0] for name in CASES} | {"clip_cov", "kl_cov"}
+    assert {name for name in builtin if name in covered} == covered
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence_mean", "sequence_product"])
+def test_kl_with_a_ratio(ratio: str) -> None:
+    sequences = draw(7)
+    batch, log_probs = packed(sequences)
+    batch["ref_logprobs"] = log_probs - 0.3 * torch.sin(torch.arange(14.0, dtype=torch.float64))
+    config = {
+        "policy_loss_cfg": {"loss_type": "reinforce"},
+        "loss_reduction": "sum",
+        "use_kl_loss": True,
+        "kl_loss_coef": 1.0,
+        "kl_importance": ratio,
+    }
+    batch["advantages"] = torch.zeros_like(log_probs)
+    found = run_log_probs(config, batch, log_probs)
+    leaf = log_probs.clone().requires_grad_()
+    parts = []
+    spans = zip(
+        (leaf - batch["old_logprobs"])[0].split(LENGTHS),
+        kl_penalty(leaf, batch["ref_logprobs"], "k3")[0].split(LENGTHS),
+        strict=True,
+    )
+    for difference, kl in spans:
+        exponent = {"token": difference, "sequence_mean": difference.mean(), "sequence_product": difference.sum()}[
+            ratio
+        ]
+        parts.append((exponent.exp() * kl).sum())
+    total = torch.stack(parts).sum()
+    total.backward()
+    torch.testing.assert_close(found.loss, total.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.grad, leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_paper_of_a_sequence_loss_is_named() -> None:
+    with pytest.warns(UserWarning, match="'sample'"):
+        GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss_type": "gsp"}, "gspo"),
+        ({"loss_type": "cispo", "cliprange_hi": 0.2}, "cliprange_high"),
+        ({"loss_type": "dro"}, "beta"),
+        ({"loss_type": "sapo", "tau_pos": 0.0}, "tau_pos"),
+        ({"loss_type": "clip_cov", "clip_cov_lb": 5.0, "clip_cov_ub": 1.0}, "clip_cov_lb"),
+        ({"loss_type": "vanilla", "log_prob_diff_min": 0.0, "log_prob_diff_max": 0.0}, "log_prob_diff_min"),
+        ({"loss_type": "gspo", "ratio": "token"}, "ratio"),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, UnknownNameError), match=words):
+        GRPOLossConfig(policy_loss_cfg=fields, loss_reduction="token")
+
+
+def test_a_selection_needs_log_probs() -> None:
+    config = GRPOLossConfig(policy_loss_cfg={"loss_type": "kl_cov"}, on_policy=True)
+    batch = {"shifted_labels": torch.zeros(2, 2, dtype=torch.long), "advantages": torch.ones(2)}
+    with pytest.raises(BatchError, match="selection_logprobs"):
+        config.loss_ctx_cls.build_batches([config.build(batch)])
+
+
+def test_iw_opd_weights_look_at_counted_tokens_only() -> None:
+    gap = torch.tensor([[1.0, -3.0, 4.0, float("nan")]])
+    weights = iw_opd_weights(gap, torch.tensor([[1, 1, 1, 0]]), gamma=0.5)
+    assert weights[0].tolist() == pytest.approx([1.5, 1.5 - 0.5 / 8, 1.5 - 0.5 * 4 / 8, 0.0])
