@@ -21,6 +21,9 @@ TILE_ELEMENTS = 1 << 20
 PIECE_COLUMNS = 16384
 """Columns that the backward passes take at once on an accelerator, so that their temporaries are no second chunk."""
 
+PASSING_ROWS = 2048
+"""Rows that are projected at once where nothing is kept of them."""
+
 UNSHIFTED = 20.0
 """Rows whose logits reach no further than this need no shift before `exp`."""
 
@@ -36,19 +39,31 @@ class Piece(NamedTuple):
     numbers: Tensor
 
 
+def tile_width(vocabulary: int, rows: int) -> int:
+    """Returns the columns of a tile on a CPU, a multiple of 16, so that every tile is aligned to a cache line."""
+    tiles = -(-vocabulary * rows // TILE_ELEMENTS)
+    return min(vocabulary, -(-vocabulary // tiles // 16) * 16)
+
+
 class ChunkLogits:
     """The chunk of logits, and after `fill` of their exponentials with the label's column at 0.
 
     Args:
         products: Multiplies with the head weight.
         transform: From raw products to logits.
+        chunk_size: Rows that are kept at once.
         keep: Whether the exponentials are wanted afterwards; without it one tile is all the memory there is.
     """
 
-    def __init__(self, products: Products, transform: Transform, keep: bool) -> None:
+    def __init__(self, products: Products, transform: Transform, chunk_size: int, keep: bool) -> None:
         self.products, self.transform, self.keep = products, transform, keep
         self.vocabulary = products.weight.shape[0]
-        self.rows, self.width = 0, self.vocabulary
+        self.rows = 0
+        self.width = tile_width(self.vocabulary, chunk_size) if products.on_cpu else self.vocabulary
+        # A tile that is not kept has room for more rows than a chunk, and each product reads the whole weight. Its
+        # columns stay the same, so that log-probs alone are those that a loss sees.
+        room = max(chunk_size * self.vocabulary // self.width, 1)
+        self.most_rows = chunk_size if keep else max(chunk_size, min(PASSING_ROWS, room))
         self._storage = products.weight.new_empty(0, dtype=products.dtype)
 
     def fill(
@@ -68,9 +83,8 @@ class ChunkLogits:
         """
         self._lay_out(hidden.shape[0])
         hidden = self.products.operand(hidden)
-        on_cpu = hidden.device.type == "cpu"
         words = [self.places(labels[:, None])] + ([] if extra_ids is None else [self.places(extra_ids)])
-        if on_cpu and extra_ids is None and not with_entropy:
+        if self.products.on_cpu and extra_ids is None and not with_entropy:
             # One look at the result is cheaper than a search for each row's maximum before it.
             stats = self._pass(hidden, words, temperature, exact=False, with_entropy=False)
             if bool((stats.total <= LARGEST_SUM).all()):
@@ -115,13 +129,8 @@ class ChunkLogits:
         return torch.arange(count, device=keep.device).index_copy(0, holes, movers)
 
     def _lay_out(self, rows: int) -> None:
-        width = self.vocabulary
-        if self._storage.device.type == "cpu":
-            tiles = -(-self.vocabulary * max(rows, 1) // TILE_ELEMENTS)
-            # A multiple of 16 keeps every tile aligned to a cache line.
-            width = min(self.vocabulary, -(-self.vocabulary // tiles // 16) * 16)
-        self.rows, self.width = rows, width
-        size = rows * (self.vocabulary if self.keep else width)
+        self.rows = rows
+        size = rows * (self.vocabulary if self.keep else self.width)
         if self._storage.numel() < size:
             self._storage = self.products.new_buffer(size)
 
@@ -155,8 +164,8 @@ class ChunkLogits:
             if exact or number == 0:
                 peak = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
                 shift, rest, weighted = _follow(shift, peak, rest, weighted)
-                if not exact and bool((shift.abs() <= UNSHIFTED).all()):
-                    shift = torch.zeros_like(shift)
+                if not exact:
+                    shift = torch.where(shift.abs() <= UNSHIFTED, 0.0, shift)
             assert shift is not None
             used.append(shift)
             if exact or bool(shift.any()):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlloss.heads.memory import large_empty
+
 
 class Folded(NamedTuple):
     """Hidden rows times a factor each, and the number that was divided out of all of them."""
@@ -40,7 +42,7 @@ class Products:
 
     def new_buffer(self, size: int) -> Tensor:
         """Returns uninitialised memory for `size` numbers."""
-        return self.weight.new_empty(size, dtype=self.dtype)
+        return large_empty(self.weight, (size,), self.dtype)
 
     def project(self, hidden: Tensor, columns: slice, out: Tensor, bias: Tensor | None) -> None:
         """Writes `hidden W[columns]^T + bias` to `out`, in the precision of the model's own forward."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlloss.heads.buffer import ChunkLogits
 from rlloss.heads.inputs import HeadInputs, HeadOptions
+from rlloss.heads.memory import large_empty
 from rlloss.heads.products import Products
 from rlloss.heads.softmax import RowGradients, RowStats, Transform, label_gradient, off_label_gradient_
 
@@ -43,21 +44,22 @@ class Sweep:
         self.transform = Transform(bias, options.logit_scale, options.logit_softcap)
         self.wants_gradients = any(wanted)
         self.products = Products(weight, self.dtype, options.float32_logits)
-        self.logits = ChunkLogits(self.products, self.transform, keep=self.wants_gradients)
         vocabulary = weight.shape[0]
         self.chunk_size = options.chunk_size or choose_chunk_size(vocabulary, self.dtype.itemsize)
+        self.logits = ChunkLogits(self.products, self.transform, self.chunk_size, keep=self.wants_gradients)
         # float16 gradients would underflow before the loss scale multiplies them.
         kept = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
         self.grad_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=kept) if wanted[0] else None
         # Uninitialised: the first chunk with a gradient writes it.
-        self.grad_weight = weight.new_empty(weight.shape, dtype=self.dtype) if wanted[1] else None
+        self.grad_weight = large_empty(weight, tuple(weight.shape), self.dtype) if wanted[1] else None
         self.grad_bias = weight.new_zeros((vocabulary,), dtype=self.dtype) if wanted[2] else None
         self._untouched = True
 
-    def chunks(self, num_rows: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, num_rows: int, logits: ChunkLogits | None = None) -> Iterator[tuple[int, int]]:
         """Yields the bounds of the chunks; at least one, which may be empty."""
-        for start in range(0, max(num_rows, 1), self.chunk_size):
-            yield start, min(start + self.chunk_size, num_rows)
+        step = (logits or self.logits).most_rows
+        for start in range(0, max(num_rows, 1), step):
+            yield start, min(start + step, num_rows)
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the gradients of hidden states (in their shape), weight and bias."""
@@ -68,8 +70,8 @@ class Sweep:
 
     def stats(self) -> RowStats:
         """Returns the numbers of all rows, log-probs (and entropies) among them."""
-        passing = ChunkLogits(self.products, self.transform, keep=False)
-        chunks = self.chunks(self.inputs.layout.num_tokens)
+        passing = ChunkLogits(self.products, self.transform, self.chunk_size, keep=False)
+        chunks = self.chunks(self.inputs.layout.num_tokens, passing)
         return RowStats.cat([self.forward(slice(*bounds), passing) for bounds in chunks])
 
     def second_pass(self, grads: RowGradients) -> None:
