@@ -204,3 +204,22 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     (context,) = config.loss_ctx_cls.build_batches([config.build(batch | {"teacher_topk_ids": wrong})])
     with pytest.raises(BatchError, match="share a vocabulary"):
         context.forward(hidden, weight())
+
+
+@steps.eager_and_chunk
+def test_a_token_that_a_part_drops_leaves_that_part_only(head: dict[str, Any]) -> None:
+    """An infinite old log-prob drops a token of the policy part; beside an SFT token it is garbage."""
+    parts = {"rl": GRPOLossConfig(), "sft": CELossConfig()}
+    sequences = [copy.copy(s) for s in SEQUENCES if s["part"] < 2]
+    for s in sequences:
+        s["old_logprobs"] = s["old_logprobs"].clone()
+        s["old_logprobs"][-1] = -math.inf
+    found = run(MixedLossConfig(parts=parts, **head), [sequences])
+    alone = [
+        run(part, [[s for s in sequences if s["part"] == index]], READS[name])
+        for index, (name, part) in enumerate(parts.items())
+    ]
+    assert found.loss == pytest.approx(sum(step.loss for step in alone), abs=1e-9)
+    torch.testing.assert_close(found.weight_grad, alone[0].weight_grad + alone[1].weight_grad, rtol=0, atol=1e-9)
+    assert (found.extra["rl/dropped_tokens"], found.extra["sft/dropped_tokens"]) == (2.0, 0.0)
+    assert found.extra["tokens"] == alone[0].extra["tokens"] + alone[1].extra["tokens"]
