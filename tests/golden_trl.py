@@ -60,6 +60,9 @@ def case_batch(inputs: dict[str, Any], mask: Tensor, dtype: torch.dtype = torch.
 
 def grpo_fields(case: Case, params: dict[str, Any]) -> dict[str, Any]:
     peer = TRL_LOSS_TYPES[params["loss_type"]]
+    # TRL picks tau by torch.where on two plain floats, which gives float32 numbers.
+    names = ("sapo_temperature_pos", "sapo_temperature_neg")
+    params = params | {name: float(torch.tensor(params[name], dtype=torch.float32)) for name in names}
     fields: dict[str, Any] = {
         "policy_loss_cfg": trl_policy_loss(params),
         "loss_reduction": peer.reduction,

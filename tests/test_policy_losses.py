@@ -169,3 +169,16 @@ def test_iw_opd_weights_look_at_counted_tokens_only() -> None:
     gap = torch.tensor([[1.0, -3.0, 4.0, float("nan")]])
     weights = iw_opd_weights(gap, torch.tensor([[1, 1, 1, 0]]), gamma=0.5)
     assert weights[0].tolist() == pytest.approx([1.5, 1.5 - 0.5 / 8, 1.5 - 0.5 * 4 / 8, 0.0])
+
+
+def test_kl_limits_and_who_gets_a_gradient() -> None:
+    log_probs = torch.tensor([-30.0, -20.5, -19.5, -1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.0, 0.0, 0.0, -22.0, -30.0], dtype=torch.float64, requires_grad=True)
+    for cap in (None, 5.0):
+        value = kl_penalty(log_probs, reference, "k3", cap)
+        pairs = [oracles.kl(a, b, "k3", cap) for a, b in zip(log_probs.tolist(), reference.tolist(), strict=True)]
+        assert value.tolist() == pytest.approx([v for v, _ in pairs], rel=1e-12)
+        (grad,) = torch.autograd.grad(value.sum(), log_probs)
+        assert grad.tolist() == pytest.approx([g for _, g in pairs], rel=1e-12)
+    kl_penalty(log_probs, reference, "k2").sum().backward()
+    assert reference.grad is None
