@@ -99,3 +99,40 @@ def differentiable_sum(values: Tensor, group: Group) -> Tensor:
         return values
     total: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
     return total
+
+
+class _ReplicatedSum(torch.autograd.Function):
+    """A sum over ranks that all of them use alike, so that its gradient, equal on all of them, counts once."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        return all_reduce_sum(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _SharedInput(torch.autograd.Function):
+    """Numbers equal on all ranks, of which each rank computes another part: their gradient is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grads[0], ctx.group), None
+
+
+def replicated_sum(values: Tensor, group: Group) -> Tensor:
+    """Returns the sum of parts over ranks, for a result that every rank then uses alike; backward is free."""
+    total: Tensor = _ReplicatedSum.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def shared_input(values: Tensor, group: Group) -> Tensor:
+    """Returns numbers that are equal on all ranks, for parts that differ; backward sums their gradient over ranks."""
+    shared: Tensor = _SharedInput.apply(values, group)  # type: ignore[no-untyped-call]
+    return shared

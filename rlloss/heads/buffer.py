@@ -13,6 +13,7 @@ from torch import Tensor
 from rlloss.heads.logits import LOG_FLOOR
 from rlloss.heads.products import Products
 from rlloss.heads.softmax import RowStats, Transform, row_stats
+from rlloss.heads.vocab_parallel import VocabShard
 from rlloss.heads.words import WordPlaces
 
 TILE_ELEMENTS = 1 << 20
@@ -53,17 +54,26 @@ class ChunkLogits:
         transform: From raw products to logits.
         chunk_size: Rows that are kept at once.
         keep: Whether the exponentials are wanted afterwards; without it one tile is all the memory there is.
+        vocab: Which words the weight has, when other ranks hold the rest.
     """
 
-    def __init__(self, products: Products, transform: Transform, chunk_size: int, keep: bool) -> None:
-        self.products, self.transform, self.keep = products, transform, keep
+    def __init__(
+        self,
+        products: Products,
+        transform: Transform,
+        chunk_size: int,
+        keep: bool,
+        vocab: VocabShard | None = None,
+    ) -> None:
+        self.products, self.transform, self.keep, self.vocab = products, transform, keep, vocab
         self.vocabulary = products.weight.shape[0]
         self.rows = 0
         self.width = tile_width(self.vocabulary, chunk_size) if products.on_cpu else self.vocabulary
         # A tile that is not kept has room for more rows than a chunk, and each product reads the whole weight. Its
         # columns stay the same, so that log-probs alone are those that a loss sees.
         room = max(chunk_size * self.vocabulary // self.width, 1)
-        self.most_rows = chunk_size if keep else max(chunk_size, min(PASSING_ROWS, room))
+        alone = not keep and vocab is None
+        self.most_rows = max(chunk_size, min(PASSING_ROWS, room)) if alone else chunk_size
         self._storage = products.weight.new_empty(0, dtype=products.dtype)
 
     def fill(
@@ -84,7 +94,7 @@ class ChunkLogits:
         self._lay_out(hidden.shape[0])
         hidden = self.products.operand(hidden)
         words = [self.places(labels[:, None])] + ([] if extra_ids is None else [self.places(extra_ids)])
-        if self.products.on_cpu and extra_ids is None and not with_entropy:
+        if self.products.on_cpu and extra_ids is None and not with_entropy and self.vocab is None:
             # One look at the result is cheaper than a search for each row's maximum before it.
             stats = self._pass(hidden, words, temperature, exact=False, with_entropy=False)
             if bool((stats.total <= LARGEST_SUM).all()):
@@ -102,7 +112,10 @@ class ChunkLogits:
 
     def places(self, ids: Tensor) -> WordPlaces:
         """Finds where words of the first rows stand: `[C, J]` int64."""
-        return WordPlaces(ids, self.vocabulary, self.width)
+        if self.vocab is None:
+            return WordPlaces(ids, self.vocabulary, self.width)
+        rows, present = self.vocab.local(ids)
+        return WordPlaces(rows, self.vocabulary, self.width, present)
 
     def put_words(self, ids: Tensor, values: Tensor, add: bool = False) -> None:
         """Replaces the numbers of some words of the first rows, or adds to them; both `[C, J]`."""
@@ -153,7 +166,7 @@ class ChunkLogits:
         """Walks over the tiles once; an exact shift follows the maximum of the tiles so far."""
         rest = self._storage.new_zeros(self.rows)
         weighted = rest.clone() if with_entropy else None
-        found = [rest.new_empty(part.count) for part in words]
+        found = [rest.new_zeros(part.count) for part in words]
         shift: Tensor | None = None
         used: list[Tensor] = []
         for number, (start, stop) in enumerate(self._tiles()):
@@ -178,6 +191,10 @@ class ChunkLogits:
         assert shift is not None
         if exact and self.keep:
             self._align(used, shift)
+        if self.vocab is not None:
+            (rest, weighted), shift, found, factor = self.vocab.combine((rest, weighted), shift, found)
+            for piece in self.pieces(self.rows) if self.keep else ():
+                piece.numbers.mul_(factor[:, None])
         extra = found[1].view(words[1].shape) if len(found) > 1 else None
         return row_stats(rest, weighted, shift, found[0], extra)
 

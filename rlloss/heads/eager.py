@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlloss.distributed import shared_input
 from rlloss.heads.inputs import HeadInputs, HeadOptions, TokenStats
 from rlloss.heads.logits import log_probs_of, scale_logits
 
@@ -22,12 +23,14 @@ def eager_stats(inputs: HeadInputs, options: HeadOptions) -> tuple[TokenStats, T
         hidden = hidden.masked_fill(~counts[..., None], 0.0)
     if options.float32_logits and hidden.dtype != torch.float64:
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
-    logits = F.linear(hidden, weight, bias)
+    vocab = inputs.vocab
+    logits = F.linear(hidden if vocab is None else shared_input(hidden, vocab.group), weight, bias)
     logits = scale_logits(logits.to(inputs.compute_dtype), options.logit_scale, options.logit_softcap)
     rows = inputs.layout.take(logits)
     temperature = inputs.temperature
     rows = rows / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    log_prob, entropy, extra = log_probs_of(rows, inputs.labels, options.entropy != "none", inputs.extra_ids)
+    evaluate = log_probs_of if vocab is None else vocab.log_probs_of
+    log_prob, entropy, extra = evaluate(rows, inputs.labels, options.entropy != "none", inputs.extra_ids)
     if entropy is not None and options.entropy == "value":
         entropy = entropy.detach()
     return TokenStats(log_prob, entropy, inputs.layout.segments, inputs.labels, extra), logits

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rlloss.heads.vocab_parallel import VocabShard
 from rlloss.layout import Segments, TokenLayout
 from rlloss.metrics import Metric
 
@@ -46,6 +47,7 @@ class HeadInputs:
         temperature: A number, or `[N]`.
         layout: Where these tokens stand.
         extra_ids: `[N, K]` int64, K more words of each token whose log-probs are wanted (a teacher's top-k), or `None`.
+        vocab: Which rows of the whole head weight and bias are, or `None`: all.
     """
 
     hidden: Tensor
@@ -55,6 +57,7 @@ class HeadInputs:
     temperature: float | Tensor
     layout: TokenLayout
     extra_ids: Tensor | None = None
+    vocab: VocabShard | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rlloss.distributed import all_reduce_sum
 from rlloss.heads.buffer import ChunkLogits
 from rlloss.heads.inputs import HeadInputs, HeadOptions
 from rlloss.heads.memory import large_empty
@@ -45,8 +46,12 @@ class Sweep:
         self.wants_gradients = any(wanted)
         self.products = Products(weight, self.dtype, options.float32_logits)
         vocabulary = weight.shape[0]
-        self.chunk_size = options.chunk_size or choose_chunk_size(vocabulary, self.dtype.itemsize)
-        self.logits = ChunkLogits(self.products, self.transform, self.chunk_size, keep=self.wants_gradients)
+        # Ranks of one vocabulary must walk over the same chunks, also where one holds a word more than another.
+        whole = vocabulary if inputs.vocab is None else inputs.vocab.total
+        self.chunk_size = options.chunk_size or choose_chunk_size(whole, self.dtype.itemsize)
+        self.logits = ChunkLogits(
+            self.products, self.transform, self.chunk_size, keep=self.wants_gradients, vocab=inputs.vocab
+        )
         # float16 gradients would underflow before the loss scale multiplies them.
         kept = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
         self.grad_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=kept) if wanted[0] else None
@@ -66,18 +71,21 @@ class Sweep:
         if self._untouched and self.grad_weight is not None:
             self.grad_weight.zero_()
         hidden = None if self.grad_hidden is None else self.grad_hidden.reshape(self.inputs.hidden.shape)
+        if hidden is not None and self.inputs.vocab is not None:
+            hidden = all_reduce_sum(hidden, self.inputs.vocab.group)
         return [hidden, self.grad_weight, self.grad_bias]
 
     def stats(self) -> RowStats:
         """Returns the numbers of all rows, log-probs (and entropies) among them."""
-        passing = ChunkLogits(self.products, self.transform, self.chunk_size, keep=False)
+        passing = ChunkLogits(self.products, self.transform, self.chunk_size, keep=False, vocab=self.inputs.vocab)
         chunks = self.chunks(self.inputs.layout.num_tokens, passing)
         return RowStats.cat([self.forward(slice(*bounds), passing) for bounds in chunks])
 
     def second_pass(self, grads: RowGradients) -> None:
         """Projects the rows that have a gradient once more, and adds their gradients up."""
         rows = torch.arange(grads.log_prob.shape[0], device=grads.log_prob.device)
-        if self.options.skip_zero_rows:
+        # Which rows have a gradient may hang on a last digit, and the ranks of a vocabulary walk together.
+        if self.options.skip_zero_rows and self.inputs.vocab is None:
             rows = grads.nonzero().nonzero().squeeze(1)
         for start, stop in self.chunks(int(rows.shape[0])):
             part = rows[start:stop]
@@ -164,6 +172,9 @@ class Sweep:
             self._store_hidden(rows, gradient)
 
     def _add_label_part(self, gradient: Tensor | None, hidden: Tensor, labels: Tensor, part: Tensor) -> None:
+        if self.inputs.vocab is not None:
+            labels, mine = self.inputs.vocab.local(labels)
+            part = torch.where(mine, part, 0.0)
         if gradient is not None:
             gradient.addcmul_(self.products.weight.index_select(0, labels).to(self.dtype), part[:, None])
         if self.grad_weight is not None:

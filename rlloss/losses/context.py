@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlloss.distributed import Group, all_reduce_sum, world_size
+from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
 from rlloss.heads.per_chunk import evaluate_per_chunk
+from rlloss.heads.vocab_parallel import Vocabulary, check_counted, refuse_vocabulary
 from rlloss.layout import Segments, TokenLayout, from_jagged
-from rlloss.losses.known_layout import KnownLayout, check_words, read_layout
+from rlloss.losses.batch import LabelFacts
+from rlloss.losses.head_inputs import head_inputs
+from rlloss.losses.known_layout import KnownLayout, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
-from rlloss.losses.output import LossDetails, LossOutput
+from rlloss.losses.output import LossDetails, LossOutput, over_ranks
 from rlloss.losses.terms import Level, evaluate
 from rlloss.metrics import Metric, Sum
 
@@ -133,13 +136,23 @@ class BaseLossContext:
         )
         return output.loss, (output.logits, dict(output.metrics))
 
-    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        head_weight: Tensor,
+        head_bias: Tensor | None = None,
+        *,
+        vocab_group: Group = None,
+        vocab_mesh: DeviceMesh | None = None,
+    ) -> LossOutput:
         """Computes the loss of this micro-batch, its gradients, and its metrics.
 
         Args:
             hidden_states: `[B, T, H]`, or jagged `[B, j, H]`; entry t predicts `shifted_labels[:, t]`.
             head_weight: `[V, H]`.
             head_bias: `[V]` or None.
+            vocab_group: Ranks that hold other rows of the weight and see the same tokens; eager and chunk mode.
+            vocab_mesh: Their mesh instead, of one dimension; the weight may be a DTensor `Shard(0)` on it.
 
         Returns:
             The loss (0-dim, float32 or better), logits in eager mode, and metrics. The loss is this micro-batch's share
@@ -150,8 +163,10 @@ class BaseLossContext:
             BatchError: A tensor does not fit the batch.
         """
         if type(self).loss_fn is not BaseLossContext.loss_fn:
+            refuse_vocabulary(f"{type(self).__name__}.loss_fn", (vocab_group, vocab_mesh))
             return self._forward_on_logits(hidden_states, head_weight, head_bias)
-        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
+        check_counted(inputs.vocab, self._group)
         output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
         return self._finish(output.loss, output.logits, dict(output.metrics))
 
@@ -192,6 +207,11 @@ class BaseLossContext:
         """Where the tokens that count stand; read from the labels once."""
         return self._read().layout
 
+    @property
+    def label_facts(self) -> LabelFacts:
+        """Range and number of the labels that are not ignored."""
+        return self._read().facts
+
     def check_labels(self) -> None:
         """Reads the labels once and raises `BatchError` when they, or the offsets, cannot be."""
         self._read()
@@ -221,19 +241,10 @@ class BaseLossContext:
         self._known = read_layout(self.loss_kwargs, self.loss_cfg.ignore_idx, self._known)
         return self._known
 
-    def _inputs(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> HeadInputs:
-        layout, facts = self.layout, self._read().facts
-        if facts.count and head_weight.ndim == 2 and head_weight.shape[0] and facts.highest >= head_weight.shape[0]:
-            raise BatchError(
-                f"shifted_labels contains {facts.highest}, but head_weight has {head_weight.shape[0]} rows. Check the "
-                f"tokenizer, or mark the token with ignore_idx={self.loss_cfg.ignore_idx}."
-            )
-        given = self.loss_kwargs.temperature
-        temperature = self.loss_cfg.temperature if given is None else layout.take(given)
-        labels, words = layout.take(self.loss_kwargs.shifted_labels).long(), self.extra_ids()
-        if words is not None:
-            check_words("extra_ids", words, head_weight.shape[0])
-        return HeadInputs(from_jagged(hidden_states), head_weight, head_bias, labels, temperature, layout, words)
+    def _inputs(
+        self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None, vocab: Vocabulary = (None, None)
+    ) -> HeadInputs:
+        return head_inputs(self, (hidden_states, head_weight, head_bias), vocab)
 
     def _objective(self) -> Objective:
         flat = self.loss_kwargs.take(self.layout)
@@ -263,7 +274,8 @@ class BaseLossContext:
 
     def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
         extra.update(self._counted(), loss=Sum(local.detach().double()))
-        return LossOutput(self._over_ranks(local), LossDetails(logits, extra))
+        loss = over_ranks(local, self.loss_cfg, self._group, self._world)
+        return LossOutput(loss, LossDetails(logits, extra))
 
     def _counted(self) -> dict[str, Metric]:
         """Numbers of tokens and sequences, and what calibration measured."""
@@ -272,16 +284,6 @@ class BaseLossContext:
         dropped = tokens.new_zeros(()) if self._dropped is None else self._dropped
         counts: dict[str, Metric] = {"tokens": Sum(tokens), "sequences": Sum(segments.counted.sum())}
         return {**self._step_metrics, **counts, "dropped_tokens": Sum(dropped)}
-
-    def _over_ranks(self, local: Tensor) -> Tensor:
-        """The global value, with the graph of `world * local` for wrappers that average gradients."""
-        world = self._world if self._world is not None else world_size(self._group)
-        share = local * world if self.loss_cfg.grad_reduction == "mean" and world != 1 else local
-        if world == 1 or not self.loss_cfg.reduce_loss:
-            return share if self.loss_cfg.reduce_loss or world == 1 else local * world
-        total = all_reduce_sum(local, self._group)
-        # In this order every rank returns the same bits.
-        return total + (share - share.detach())
 
     def __getstate__(self) -> dict[str, Any]:
         # What is read from the labels is read again; a process group belongs to its process.

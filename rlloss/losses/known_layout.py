@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rlloss.errors import BatchError
@@ -52,19 +51,3 @@ def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout
         mask = mask & keep
         count = int(mask.sum())
     return KnownLayout(labels, keep, offsets, version, facts, token_layout(mask, offsets, count, loss_kwargs.shard))
-
-
-def check_words(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Refuses ids of words that are not in the vocabulary; one host synchronisation.
-
-    Raises:
-        BatchError: One lies outside of `[0, vocabulary)`.
-    """
-    if not ids.numel():
-        return
-    lowest, highest = torch.stack([ids.amin(), ids.amax()]).tolist()
-    if lowest < 0 or highest >= vocabulary:
-        raise BatchError(
-            f"{name} runs from {lowest} to {highest} at tokens that count, but head_weight has {vocabulary} rows. "
-            f"Teacher and student must share a vocabulary."
-        )

@@ -3,7 +3,9 @@
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlloss.distributed import Group
 from rlloss.heads import token_stats
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
@@ -45,18 +47,28 @@ class LogProbContext(BaseLossContext):
             context._batch_size = len(loss_ctx_list)
         return loss_ctx_list
 
-    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        head_weight: Tensor,
+        head_bias: Tensor | None = None,
+        *,
+        vocab_group: Group = None,
+        vocab_mesh: DeviceMesh | None = None,
+    ) -> LossOutput:
         """Computes log-probs from hidden states.
 
         Args:
             hidden_states: `[B, T, H]`.
             head_weight: `[V, H]`.
             head_bias: `[V]` or None.
+            vocab_group: Ranks that hold other rows of the weight; see `BaseLossContext.forward`.
+            vocab_mesh: Their mesh instead.
 
         Returns:
             Log-probs `[B, T]` (nats, float32 or better), logits in eager mode, and entropies `[B, T]` if asked for.
         """
-        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
         stats, logits = token_stats(self.loss_cfg.mode, inputs, self.loss_cfg.head_options())
         extra = {} if stats.entropy is None else {"entropy": self.layout.put(stats.entropy)}
         return LossOutput(self.layout.put(stats.log_prob), LossDetails(logits, extra))

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from rlloss.distributed import Group, all_reduce_sum, world_size
+
 
 class LossDetails(NamedTuple):
     """Whole logits `[B, T, V]` in eager mode (else None), and metrics by name."""
@@ -27,3 +29,23 @@ class LossOutput(NamedTuple):
     def extra(self) -> dict[str, Any]:
         """Metrics by name."""
         return self.details.extra
+
+
+def over_ranks(local: Tensor, config: Any, group: Group, world: int | None) -> Tensor:
+    """The global value, with the graph of `world * local` for wrappers that average gradients.
+
+    Args:
+        local: The loss of this rank's tokens.
+        config: `reduce_loss` and `grad_reduction` of a loss config.
+        group: The ranks that were counted over.
+        world: Their number where it was given.
+    """
+    world = world_size(group) if world is None else world
+    share = local * world if config.grad_reduction == "mean" and world != 1 else local
+    if world == 1:
+        return share
+    if not config.reduce_loss:
+        return local * world
+    total = all_reduce_sum(local, group)
+    # In this order every rank returns the same bits.
+    return total + (share - share.detach())

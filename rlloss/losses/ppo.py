@@ -4,9 +4,12 @@ from typing import Any
 
 from pydantic import Field, field_validator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlloss.distributed import Group
 from rlloss.errors import BatchError
 from rlloss.heads import TokenStats, run_head
+from rlloss.heads.vocab_parallel import check_counted
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import TokenTensor
 from rlloss.losses.output import LossOutput
@@ -120,6 +123,9 @@ class ActorCriticLossContext(PPOLossContext):
         head_bias: Tensor | None = None,
         value_weight: Tensor | None = None,
         value_bias: Tensor | None = None,
+        *,
+        vocab_group: Group = None,
+        vocab_mesh: DeviceMesh | None = None,
     ) -> LossOutput:
         """Computes both losses of this micro-batch from the same hidden states.
 
@@ -129,6 +135,8 @@ class ActorCriticLossContext(PPOLossContext):
             head_bias: `[V]` or None.
             value_weight: `[1, H]` or `[H]`; required.
             value_bias: `[1]` or None.
+            vocab_group: Ranks that hold other rows of the weight; see `BaseLossContext.forward`.
+            vocab_mesh: Their mesh instead.
 
         Returns:
             Their sum, logits in eager mode, and the metrics of both; see `BaseLossContext.forward`.
@@ -142,7 +150,8 @@ class ActorCriticLossContext(PPOLossContext):
                 "alone use PPOLossConfig."
             )
         values = predict_values(hidden_states, value_weight, value_bias, self.layout)
-        inputs = self._inputs(hidden_states, head_weight, head_bias)
+        inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
+        check_counted(inputs.vocab, self._group)
         output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
         return self._with_values(output.loss, output.logits, dict(output.metrics), values)
 

@@ -5,9 +5,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.value import value_loss
+from rlloss.heads.vocab_parallel import refuse_vocabulary
 from rlloss.layout import Segments, TokenLayout
 from rlloss.losses.batch import check_field, refuse_nan
 from rlloss.losses.config import BaseLossConfig
@@ -167,17 +170,28 @@ class ValueLossContext(BaseLossContext):
         """Checks returns and old values."""
         check_value_fields(self.loss_cfg, self.loss_kwargs)
 
-    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        head_weight: Tensor,
+        head_bias: Tensor | None = None,
+        *,
+        vocab_group: Group = None,
+        vocab_mesh: DeviceMesh | None = None,
+    ) -> LossOutput:
         """Computes the loss of this micro-batch from hidden states.
 
         Args:
             hidden_states: `[B, T, H]`.
             head_weight: Value head `[1, H]` or `[H]`.
             head_bias: `[1]` or None.
+            vocab_group: Must be None: a value head has no words.
+            vocab_mesh: Must be None.
 
         Returns:
             The loss and metrics; see `BaseLossContext.forward`. There are no logits.
         """
+        refuse_vocabulary(type(self).__name__, (vocab_group, vocab_mesh))
         return self._finish_values(predict_values(hidden_states, head_weight, head_bias, self.layout))
 
     __call__ = forward

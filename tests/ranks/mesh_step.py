@@ -15,7 +15,7 @@ import ranks.losses  # noqa: F401  (registers its losses on every rank)
 from batches import LAYOUTS, Result, Step, split
 from rlloss import metrics
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 
 
 @dataclass
@@ -63,12 +63,17 @@ class Part:
     collectives: dict[str, list[str]]
 
 
-def run_part(case: Case) -> Part:
+def run_parts(cases: Sequence[Case]) -> list[Part]:
+    """Runs this rank's share of steps that are cut over one mesh."""
+    mesh = init_device_mesh("cpu", cases[0].mesh, mesh_dim_names=("dp", "sp", "tp"))
+    group = mesh["dp", "sp"]._flatten().get_group()
+    return [run_part(case, mesh, group) for case in cases]
+
+
+def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
     """Runs this rank's share of the step."""
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "sp", "tp"))
     dp_rank, sp_rank, tp_rank = (mesh[name].get_local_rank() for name in ("dp", "sp", "tp"))
     dp, sp, tp = case.mesh
-    group = mesh["dp", "sp"]._flatten().get_group()
     groups = split(split(case.step.sequences, dp)[dp_rank], case.parts)
     laid = [LAYOUTS[case.layout](part, [key for key in case.keys if key in part[0]]) for part in groups]
     seen: dict[str, list[str]] = {}

@@ -1,0 +1,56 @@
+"""From what a user hands to `forward` to the inputs of the head, with the checks that need both."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloss.errors import BatchError
+from rlloss.heads import HeadInputs
+from rlloss.heads.vocab_parallel import Vocabulary, shard_vocabulary
+from rlloss.layout import from_jagged
+
+
+def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], vocab: Vocabulary) -> HeadInputs:
+    """Collects the inputs of the head for one micro-batch.
+
+    Args:
+        context: The context.
+        tensors: Hidden states, head weight, head bias.
+        vocab: Group and mesh of the ranks that the vocabulary is cut over.
+
+    Raises:
+        BatchError: A label lies outside of the vocabulary, or the weight is cut in another way.
+    """
+    hidden, weight, bias = tensors
+    weight, bias, shard = shard_vocabulary(weight, bias, *vocab)
+    vocabulary = int(weight.shape[0]) if shard is None else shard.total
+    layout, cfg = context.layout, context.loss_cfg
+    facts = context.label_facts
+    if facts.count and weight.ndim == 2 and vocabulary and facts.highest >= vocabulary:
+        raise BatchError(
+            f"shifted_labels contains {facts.highest}, but head_weight has {vocabulary} rows. Check the "
+            f"tokenizer, or mark the token with ignore_idx={cfg.ignore_idx}."
+        )
+    given = context.loss_kwargs.temperature
+    temperature = cfg.temperature if given is None else layout.take(given)
+    labels, words = layout.take(context.loss_kwargs.shifted_labels).long(), context.extra_ids()
+    if words is not None:
+        check_words("extra_ids", words, vocabulary)
+    return HeadInputs(from_jagged(hidden), weight, bias, labels, temperature, layout, words, shard)
+
+
+def check_words(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Refuses ids of words that are not in the vocabulary; one host synchronisation.
+
+    Raises:
+        BatchError: One lies outside of `[0, vocabulary)`.
+    """
+    if not ids.numel():
+        return
+    lowest, highest = torch.stack([ids.amin(), ids.amax()]).tolist()
+    if lowest < 0 or highest >= vocabulary:
+        raise BatchError(
+            f"{name} runs from {lowest} to {highest} at tokens that count, but head_weight has {vocabulary} rows. "
+            f"Teacher and student must share a vocabulary."
+        )
