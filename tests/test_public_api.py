@@ -26,17 +26,19 @@ DistillLossConfig DistillLossContext DistillLossKwargs
 errors metrics
 """.split()  # noqa: SIM905
 
+HEAD_ARGUMENTS = ["self", "hidden_states", "head_weight", "head_bias=None", "*vocab_group=None", "*vocab_mesh=None"]
+
 SIGNATURES: dict[str, tuple[Any, list[str]]] = {
     "build": (rlloss.BaseLossConfig.build, ["self", "data", "sp_mesh=None"]),
     "build_batches": (
         rlloss.GRPOLossContext.build_batches,
         ["loss_ctx_list", "cu_seq_lens_list=None", "sp_mesh=None", "group=None", "totals=None"],
     ),
-    "forward": (rlloss.GRPOLossContext.forward, ["self", "hidden_states", "head_weight", "head_bias=None"]),
-    "__call__": (rlloss.GRPOLossContext.__call__, ["self", "hidden_states", "head_weight", "head_bias=None"]),
+    "forward": (rlloss.GRPOLossContext.forward, HEAD_ARGUMENTS),
+    "__call__": (rlloss.GRPOLossContext.__call__, HEAD_ARGUMENTS),
     "LogProbContext.forward": (
         rlloss.LogProbContext.forward,
-        ["self", "hidden_states", "head_weight", "head_bias=None"],
+        HEAD_ARGUMENTS,
     ),
     "forward_log_probs": (rlloss.GRPOLossContext.forward_log_probs, ["self", "log_probs", "entropy=None"]),
     "loss_fn": (

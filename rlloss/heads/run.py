@@ -9,6 +9,7 @@ from rlloss.errors import BatchError
 from rlloss.heads.chunk import chunk_loss, chunk_stats
 from rlloss.heads.eager import eager_stats
 from rlloss.heads.inputs import HeadInputs, HeadOptions, HeadOutput, Mode, Objective, TokenStats
+from rlloss.heads.joint import evaluate_all
 from rlloss.heads.liger import liger_stats
 
 
@@ -30,7 +31,7 @@ def run_head(mode: Mode, inputs: HeadInputs, options: HeadOptions, objective: Ob
             loss, metrics = chunk_loss(inputs, options, objective)
             return HeadOutput(loss, metrics, None)
         stats, logits = _stats_with_graph(mode, inputs, options)
-        loss, metrics = objective.fn(stats, slice(0, inputs.layout.num_tokens))
+        loss, metrics = evaluate_all(stats, objective)
         return HeadOutput(loss, metrics, logits)
 
 

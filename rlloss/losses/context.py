@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
+from rlloss.heads.joint import evaluate_all
 from rlloss.heads.per_chunk import evaluate_per_chunk
 from rlloss.heads.vocab_parallel import Vocabulary, check_counted, refuse_vocabulary
 from rlloss.layout import Segments, TokenLayout, from_jagged
@@ -199,7 +200,7 @@ class BaseLossContext:
         wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
         taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
         stats = TokenStats(layout.take(wide), taken, layout.segments, flat.shifted_labels.long())
-        loss, metrics = self.token_loss(stats, flat)
+        loss, metrics = evaluate_all(stats, self._objective())
         return loss, dict(metrics)
 
     @property

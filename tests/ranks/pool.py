@@ -103,7 +103,9 @@ class Ranks:
     def _start(self, world: int) -> None:
         assert world <= self.size, f"a pool of {self.size} cannot play {world} ranks"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ranks.pool", "torch", "torch.distributed", "rlloss"])
+        # One process imports everything, and the workers are its children.
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        context.set_forkserver_preload(["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases"])
         while len(self._workers) < world:
             self._workers.append(_Worker.start(context))
 
