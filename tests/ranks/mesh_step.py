@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks.losses  # noqa: F401  (registers its losses on every rank)
 from batches import LAYOUTS, Result, Step, split
-from rlloss import metrics
+from rlloss import ActorCriticLossConfig, metrics
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 
@@ -84,7 +84,10 @@ def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
     weight = case.step.weight.tensor_split(tp)[tp_rank].clone().requires_grad_()
     bias = None if case.step.bias is None else case.step.bias.tensor_split(tp)[tp_rank].clone().requires_grad_()
     hidden = [local(value, sp_rank, sp, 7.0).clone().requires_grad_() for _, value in laid]
-    head = {"vocab_group": mesh["tp"].get_group()} if tp > 1 else {}
+    head: dict[str, Any] = {"vocab_group": mesh["tp"].get_group()} if tp > 1 else {}
+    values = torch.linspace(-1.0, 1.0, weight.shape[1], dtype=weight.dtype)[None].requires_grad_()
+    if isinstance(case.config, ActorCriticLossConfig):
+        head["value_weight"] = values
     losses, extras = [], []
     for context, states in zip(contexts, hidden, strict=True):
         with Collectives() as counter:
@@ -99,6 +102,8 @@ def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
         reduced = metrics.reduce(metrics.merge(extras), group)
     seen["metrics"] = counter.names
     grads = [states.grad for states in hidden]
+    if values.grad is not None:
+        grads.append(values.grad[None])
     return Part(losses, grads, weight.grad, None if bias is None else bias.grad, reduced, seen)
 
 
@@ -137,6 +142,8 @@ def join(case: Case, parts: list[Part]) -> Result:
             lengths = [len(sequence["hidden"]) for sequence in part]
             rows = whole[0][: sum(lengths)].split(lengths) if case.layout == "packed" else whole
             hidden += [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    if len(parts[0].hidden_grads) > case.parts:
+        hidden.append(share * sum(cell[0].hidden_grads[-1][0] for cell in lines))
     for part in parts[1:]:
         assert part.losses == parts[0].losses if case.config.reduce_loss else True
         assert part.metrics == parts[0].metrics
