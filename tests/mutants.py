@@ -182,6 +182,8 @@ def checks() -> list[Check]:
         found.append(lambda name=name: test_policy_losses.test_value_and_gradient(name, "log_probs"))
     for ratio in ("token", "sequence_mean", "sequence_product"):
         found.append(lambda ratio=ratio: test_policy_losses.test_kl_with_a_ratio(ratio))
+    found.append(test_policy_losses.test_kl_limits_and_who_gets_a_gradient)
+    found.append(test_policy_losses.test_a_bound_itself_lies_inside)
     found.append(test_policy_losses.test_iw_opd_weights_look_at_counted_tokens_only)
     found.append(test_policy_properties.test_prompts_weigh_alike)
     for groups, prompts, words in ((None, 3, "group_ids"), ([0, 3, 1], 3, "from 0"), ([0, -1, 1], 3, "from -1")):

@@ -17,6 +17,7 @@ from oracles_policy import Tokens
 from rlloss import GRPOLossConfig, kl_penalty, policy_loss_names
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.opd import iw_opd_weights
+from rlloss.functional.policy import bounded_ratio
 
 CLIP = {"cliprange_low": 0.2, "cliprange_high": 0.28}
 CASES: dict[str, tuple[dict[str, Any], Callable[[Tokens], policy.Result]]] = {
@@ -182,3 +183,13 @@ def test_kl_limits_and_who_gets_a_gradient() -> None:
         assert grad.tolist() == pytest.approx([g for _, g in pairs], rel=1e-12)
     kl_penalty(log_probs, reference, "k2").sum().backward()
     assert reference.grad is None
+
+
+def test_a_bound_itself_lies_inside() -> None:
+    log_ratio = torch.tensor([-20.0, 20.0, -20.5, 20.5], dtype=torch.float64, requires_grad=True)
+    ratio = bounded_ratio(log_ratio)
+    ratio.sum().backward()
+    assert log_ratio.grad is not None
+    pairs = [policy.bounded_ratio(d) for d in log_ratio.tolist()]
+    assert ratio.tolist() == pytest.approx([r for r, _ in pairs], rel=1e-12)
+    assert log_ratio.grad.tolist() == pytest.approx([slope for _, slope in pairs], rel=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.functional import pad
 import oracles_policy as policy
 from oracles_policy import Tokens
 from rlloss import GRPOLossConfig, GRPOLossContext
+from rlloss.losses import selection
 
 LENGTHS = [5, 3, 7, 1, 6, 4]
 SPLITS = [[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 2, 1], [0, 1, 2, 3, 4, 5], [3, 0, 1, 1, 0, 2]]
@@ -139,3 +142,42 @@ def test_a_choice_is_made_again_when_its_numbers_change() -> None:
     context.loss_kwargs.advantages = -context.loss_kwargs.advantages
     GRPOLossContext.build_batches([context])
     assert not torch.equal(first, context.loss_kwargs.selected)
+
+
+class Rank:
+    """A rank of a group of threads; what it gives to a collective meets what the others give."""
+
+    def __init__(self, number: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.number, self.slots, self.barrier = number, slots, barrier
+
+    def exchange(self, values: Tensor) -> list[Tensor]:
+        self.slots[self.number] = values
+        self.barrier.wait(timeout=30)
+        everyone = list(self.slots)
+        self.barrier.wait(timeout=30)
+        return everyone
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_choose_together(empty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks choose what one would; a rank without contexts only takes part."""
+    monkeypatch.setattr(selection, "all_reduce_sum", lambda values, rank: torch.stack(rank.exchange(values)).sum(0))
+    monkeypatch.setattr(selection, "all_gather", lambda values, rank: torch.cat(rank.exchange(values)))
+    config = GRPOLossConfig(policy_loss_cfg=KL_COV, top_entropy_quantile=0.3)
+    made = sequences(3)
+    contexts = [
+        config.build({name: value[None] for name, value in row.items()} | {"num_tokens": [n]})
+        for row, n in zip(made, LENGTHS, strict=True)
+    ]
+    shares = [contexts, []] if empty else [contexts[:2], contexts[2:]]
+    slots: list[Any] = [None, None]
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [Rank(number, slots, barrier) for number in range(2)]
+        waits = [pool.submit(contexts[0].select_step, share, rank) for share, rank in zip(shares, ranks, strict=True)]
+        for wait in waits:
+            wait.result(timeout=60)
+    monkeypatch.undo()
+    for field in ("selected", "policy_mask"):
+        found = [getattr(context.loss_kwargs, field)[0].tolist() for context in contexts]
+        assert found == chosen(config, SPLITS[0], 3, field=field)
