@@ -202,7 +202,7 @@ def test_the_shipped_configs_run(tmp_path: Path, name: str, steps: list[str]) ->
 
 
 def test_every_shipped_config_is_tested() -> None:
-    tested = {"grpo_arithmetic.py", "sft_arithmetic.py", "grpo_any_model.py"}
+    tested = {"grpo_arithmetic.py", "sft_arithmetic.py", "grpo_any_model.py", "ppo_arithmetic.py"}  # the last: test_ppo
     assert {path.name for path in CONFIGS.glob("*.py")} == tested
 
 
