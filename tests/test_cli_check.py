@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from rlloss import (
+    ActorCriticLossConfig,
     CELossConfig,
     CELossContext,
+    DistillLossConfig,
     GRPOLossConfig,
+    MixedLossConfig,
+    OrealLossConfig,
+    ValueLossConfig,
     policy_loss_names,
     register_policy_loss,
     unregister_policy_loss,
@@ -44,10 +49,23 @@ def failed(config) -> dict[str, str]:
         GRPOLossConfig(use_kl_loss=True, kl_loss_type="k3", entropy_coef=0.1, loss_reduction="sample"),
         GRPOLossConfig(),
         CELossConfig(loss_reduction="square"),
+        ValueLossConfig(),
+        ActorCriticLossConfig(),
+        OrealLossConfig(),
+        DistillLossConfig(),
+        MixedLossConfig(parts={"rl": GRPOLossConfig(), "sft": CELossConfig()}),
     ],
+    ids=lambda config: type(config).__name__,
 )
 def test_sound_losses_pass(config):
     assert failed(config) == {}
+
+
+@pytest.mark.filterwarnings("ignore:GRPOLossConfig. the paper")
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_every_policy_loss_passes(name):
+    given = {"loss_type": name, **({"beta": 0.1} if name == "dro" else {})}
+    assert failed(GRPOLossConfig(policy_loss_cfg=given)) == {}
 
 
 def test_a_token_loss_that_looks_across_tokens_is_found(loss):
