@@ -194,6 +194,7 @@ TINY = [
         ("grpo_arithmetic.py", ["supervised.steps=2", "grpo.steps=2"]),
         ("sft_arithmetic.py", ["supervised.steps=2"]),
         ("grpo_any_model.py", ["grpo.steps=1"]),
+        ("ppo_arithmetic.py", ["supervised.steps=1", "ppo.steps=1", "ppo.rollout.prompts=8", "task.pool=2000"]),
     ],
 )
 def test_the_shipped_configs_run(tmp_path: Path, name: str, steps: list[str]) -> None:
@@ -202,7 +203,7 @@ def test_the_shipped_configs_run(tmp_path: Path, name: str, steps: list[str]) ->
 
 
 def test_every_shipped_config_is_tested() -> None:
-    tested = {"grpo_arithmetic.py", "sft_arithmetic.py", "grpo_any_model.py", "ppo_arithmetic.py"}  # the last: test_ppo
+    tested = {"grpo_arithmetic.py", "sft_arithmetic.py", "grpo_any_model.py", "ppo_arithmetic.py"}
     assert {path.name for path in CONFIGS.glob("*.py")} == tested
 
 
