@@ -107,8 +107,8 @@ class GRPOConfig(StrictModel):
     normalize_std: bool = True
     """Divide a group's advantages by their standard deviation."""
     negative_scale: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Advantages below 0 are multiplied by it. Where right responses are alike and wrong ones differ, pushing down
-    wrong ones is mostly noise, and a small scale learns faster; 0 learns from the better responses alone."""
+    """Advantages below 0 are multiplied by it: 1 is GRPO as published, 0 learns from the better responses of a group
+    alone."""
     skip_zero_advantages: bool = False
     """Leave responses whose advantage is 0 out of the updates, above all those of groups with equal rewards."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
