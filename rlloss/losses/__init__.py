@@ -7,6 +7,7 @@ from rlloss.losses.distill import DistillLossConfig, DistillLossContext, Distill
 from rlloss.losses.entropy import AdaptiveEntropyCoef
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
+from rlloss.losses.lm_head import LMHead
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
 from rlloss.losses.mixed import MixedLossConfig, MixedLossContext, MixedLossKwargs
 from rlloss.losses.oreal import OrealLossConfig, OrealLossContext, OrealLossKwargs
@@ -65,6 +66,7 @@ __all__ = [
     "GRPOLossKwargs",
     "GSPOConfig",
     "KLCovConfig",
+    "LMHead",
     "LogProbConfig",
     "LogProbContext",
     "LogProbKwargs",
