@@ -27,7 +27,7 @@ help:  ## this list
 	@if [ ! -e $@ ]; then $(PYTHON3) -m venv --clear .venv; fi
 	@rm -f $@
 	.venv/bin/python -m pip install --disable-pip-version-check -q "$$(grep '^torch==' constraints.txt)"
-	.venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,dev]"
+	.venv/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,trl,dev]"
 	@touch $@
 
 train: $(READY)  ## supervised warm start, then GRPO on arithmetic, a few minutes on two cores
