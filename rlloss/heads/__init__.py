@@ -5,7 +5,7 @@
 
 from rlloss.heads.inputs import HeadInputs, HeadOptions, HeadOutput, LossFn, Objective, TokenStats
 from rlloss.heads.logits import gather_logprobs
-from rlloss.heads.run import run_head, token_stats
+from rlloss.heads.run import fused_cross_entropy, run_head, token_stats
 
 __all__ = [
     "HeadInputs",
@@ -14,6 +14,7 @@ __all__ = [
     "LossFn",
     "Objective",
     "TokenStats",
+    "fused_cross_entropy",
     "gather_logprobs",
     "run_head",
     "token_stats",

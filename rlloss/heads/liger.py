@@ -1,5 +1,6 @@
 """Liger mode: log-probs through liger_kernel's tiled head, then the same losses as in the other modes."""
 
+import os
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
             "mode='liger' takes one temperature for the whole batch, but the batch holds a temperature for each token. "
             "Use mode='chunk'."
         )
+    _refuse_infinite_bias(inputs.bias)
     hidden = inputs.layout.take(inputs.hidden)
     if hidden.shape[0] == 0:
         # liger_kernel has no tile to run: an empty product keeps the graph.
@@ -45,19 +47,36 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
     return TokenStats(log_prob.reshape(-1), None, inputs.layout.segments, inputs.labels)
 
 
-def liger_cross_entropy(inputs: HeadInputs) -> Tensor:
+def liger_cross_entropy(inputs: HeadInputs) -> Tensor | None:
     """Sums the cross-entropy of the tokens that count with liger_kernel's Triton kernel.
+
+    Returns:
+        A scalar with a graph, or `None` where that kernel does not run: no CUDA device (or TRITON_INTERPRET=1), no
+        token, float64, a temperature.
 
     Raises:
         BackendUnavailableError: liger_kernel or Triton is not installed.
     """
+    on_device = inputs.hidden.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    plain = not isinstance(inputs.temperature, Tensor) and inputs.temperature == 1.0 and inputs.extra_ids is None
+    if not (on_device and plain) or inputs.labels.numel() == 0 or inputs.hidden.dtype == torch.float64:
+        return None
+    _refuse_infinite_bias(inputs.bias)
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
     except ImportError as error:
         raise _unavailable(error) from error
     kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
-    hidden = inputs.layout.take(inputs.hidden)
-    return kernel(inputs.weight, hidden, inputs.labels, inputs.bias)  # type: ignore[no-any-return]
+    total = kernel(inputs.weight, inputs.layout.take(inputs.hidden), inputs.labels, inputs.bias)
+    return _RefuseDoubleBackward.apply(total.float())  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _refuse_infinite_bias(bias: Tensor | None) -> None:
+    if bias is not None and bool(torch.isneginf(bias).any()):
+        raise ConfigError(
+            "mode='liger' cannot take -inf in head_bias: its gradients would be NaN. Use mode='chunk', or a large "
+            "negative number such as -1e4."
+        )
 
 
 def _kernel() -> Any:

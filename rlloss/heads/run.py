@@ -10,7 +10,7 @@ from rlloss.heads.chunk import chunk_loss, chunk_stats
 from rlloss.heads.eager import eager_stats
 from rlloss.heads.inputs import HeadInputs, HeadOptions, HeadOutput, Mode, Objective, TokenStats
 from rlloss.heads.joint import evaluate_all
-from rlloss.heads.liger import liger_stats
+from rlloss.heads.liger import liger_cross_entropy, liger_stats
 
 
 def run_head(mode: Mode, inputs: HeadInputs, options: HeadOptions, objective: Objective) -> HeadOutput:
@@ -42,6 +42,13 @@ def token_stats(mode: Mode, inputs: HeadInputs, options: HeadOptions) -> tuple[T
         if mode == "chunk":
             return chunk_stats(inputs, options), None
         return _stats_with_graph(mode, inputs, options)
+
+
+def fused_cross_entropy(inputs: HeadInputs) -> Tensor | None:
+    """Sums the cross-entropy of the tokens that count by one kernel, or returns None where it cannot run."""
+    inputs = _prepare(inputs)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        return liger_cross_entropy(inputs)
 
 
 def _stats_with_graph(mode: Mode, inputs: HeadInputs, options: HeadOptions) -> tuple[TokenStats, Tensor | None]:
