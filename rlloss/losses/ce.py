@@ -4,11 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rlloss.heads import TokenStats, fused_cross_entropy
+from rlloss.heads import HeadInputs, HeadOutput, TokenStats, fused_cross_entropy
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
-from rlloss.losses.output import LossOutput
 from rlloss.losses.terms import Reduction, Term
 from rlloss.metrics import Mean, Metric, Sum, mean_of
 
@@ -50,27 +49,16 @@ class CELossContext(BaseLossContext):
     loss_cfg: CELossConfig
     loss_kwargs: CELossKwargs
 
-    def forward(self, hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> LossOutput:
-        """Computes the loss; in liger mode on CUDA by liger_kernel's own kernel, where every token weighs the same.
-
-        Args:
-            hidden_states: `[B, T, H]`, entry t predicts `shifted_labels[:, t]`.
-            head_weight: `[V, H]`.
-            head_bias: `[V]` or None.
-
-        Returns:
-            As `BaseLossContext.forward`.
-        """
-        plain = self.loss_cfg.mode == "liger" and self.loss_cfg.loss_reduction == "token"
+    def _run_head(self, inputs: HeadInputs) -> HeadOutput:
+        """In liger mode on CUDA: by liger_kernel's own cross-entropy, where every token weighs the same."""
+        plain = self.loss_cfg.mode == "liger" and self.loss_cfg.loss_reduction == "token" and inputs.vocab is None
         weights = self.loss_kwargs.loss_weight
         if plain and weights is not None and type(self).token_loss is BaseLossContext.token_loss:
-            total = fused_cross_entropy(self._inputs(hidden_states, head_weight, head_bias))
+            total = fused_cross_entropy(inputs)
             flat = self.layout.take(weights)
             if total is not None and bool((flat == flat[0]).all()):
                 count = total.new_tensor(float(flat.numel())).double()
                 loss = total * flat[0].to(total.dtype)
-                found: dict[str, Metric] = {"nll": Mean(total.detach().double(), count)}
-                return self._finish(loss, None, {**found, "ce_loss": Sum(loss.detach().double())})
-        return super().forward(hidden_states, head_weight, head_bias)
-
-    __call__ = forward
+                nll, share = Mean(total.detach().double(), count), Sum(loss.detach().double())
+                return HeadOutput(loss, {"nll": nll, "ce_loss": share}, None)
+        return super()._run_head(inputs)

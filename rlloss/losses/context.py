@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
-from rlloss.heads import HeadInputs, Objective, TokenStats, run_head
+from rlloss.heads import HeadInputs, HeadOutput, Objective, TokenStats, run_head
 from rlloss.heads.joint import evaluate_all
 from rlloss.heads.per_chunk import evaluate_per_chunk
 from rlloss.heads.vocab_parallel import Vocabulary, check_counted, refuse_vocabulary
@@ -129,12 +129,8 @@ class BaseLossContext:
             `loss, (logits, extra)` of this rank, not reduced.
         """
         part = type(self)(self.loss_cfg, loss_kwargs)
-        output = run_head(
-            "eager",
-            part._inputs(hidden_states, head_weight, head_bias),
-            self.loss_cfg.head_options(),
-            part._objective(),
-        )
+        inputs = part._inputs(hidden_states, head_weight, head_bias)
+        output = run_head("eager", inputs, self.loss_cfg.head_options(), part._objective())
         return output.loss, (output.logits, dict(output.metrics))
 
     def forward(
@@ -168,10 +164,13 @@ class BaseLossContext:
             return self._forward_on_logits(hidden_states, head_weight, head_bias)
         inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
         check_counted(inputs.vocab, self._group)
-        output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
+        output = self._run_head(inputs)
         return self._finish(output.loss, output.logits, dict(output.metrics))
 
     __call__ = forward
+
+    def _run_head(self, inputs: HeadInputs) -> HeadOutput:
+        return run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
 
     def forward_log_probs(self, log_probs: Tensor, entropy: Tensor | None = None) -> LossOutput:
         """Computes the loss from log-probs that an engine already has.
