@@ -55,9 +55,8 @@ class Trial:
         if gap <= EXACT:
             return True, "token-level: the sum over single tokens is the loss of the batch"
         return False, (
-            f"declared level 'token', but token by token the result differs by {gap:.1e}: the loss "
-            f"looks across tokens. "
-            f"Declare level='sequence' (or ask for `segments`)."
+            f"declared level 'token', but token by token the result differs by {gap:.1e}: the loss looks across "
+            "tokens. Declare level='sequence' (or ask for `segments`)."
         )
 
     def chunks(self) -> tuple[bool | None, str]:
@@ -85,9 +84,8 @@ class Trial:
         if worst <= EXACT:
             return True, f"1, 2, 3 and 5 micro-batches, padded and packed, agree to {worst:.1e}"
         return False, (
-            f"{where} differ from one batch by {worst:.1e}: a denominator is counted inside a "
-            f"micro-batch, or tokens of "
-            f"different sequences are mixed."
+            f"{where} differ from one batch by {worst:.1e}: a denominator is counted inside a micro-batch, or tokens "
+            "of different sequences are mixed."
         )
 
     def gradient(self) -> tuple[bool | None, str]:
@@ -103,9 +101,8 @@ class Trial:
         if self._is_surrogate():
             return None, "the loss declares a stop-gradient: its gradient is not the slope of its value"
         return False, (
-            f"finite differences differ by {gap:.1e}: a detach makes the gradient another one. If the "
-            f"paper wants it so, "
-            f"register the loss with surrogate=True."
+            f"finite differences differ by {gap:.1e}: a detach makes the gradient another one. If the paper wants it "
+            "so, register the loss with surrogate=True."
         )
 
     def garbage(self) -> tuple[bool | None, str]:

@@ -148,9 +148,8 @@ def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None, sha
         _check_offsets(offsets, labels.shape[1] if shard is None else shard.length)
     if count and lowest < 0:
         raise BatchError(
-            f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. "
-            f"Set ignore_idx to the "
-            f"value that marks ignored tokens, or replace the label."
+            f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. Set ignore_idx to "
+            "the value that marks ignored tokens, or replace the label."
         )
     return LabelFacts(lowest, highest, count)
 
@@ -159,9 +158,8 @@ def _check_offsets(offsets: list[int], length: int) -> None:
     first, shortest, last, beyond = offsets
     if first != 0 or shortest < 0 or last > length:
         raise BatchError(
-            f"cu_seq_lens starts at {first}, ends at {last} and has a smallest step of {shortest}; "
-            f"expected offsets that "
-            f"start at 0, never fall, and end at most at T={length}."
+            f"cu_seq_lens starts at {first}, ends at {last} and has a smallest step of {shortest}; expected offsets "
+            f"that start at 0, never fall, and end at most at T={length}."
         )
     if beyond:
         raise BatchError(

@@ -65,9 +65,8 @@ class GRPOLossConfig(BaseRLLossConfig):
             )
         if self.mode == "liger" and "entropy" in self.policy_loss.needs:
             raise ConfigError(
-                f"GRPOLossConfig: policy loss {self.policy_loss.name!r} asks for the entropy, which "
-                f"mode='liger' does not "
-                f"compute. Use mode='chunk'."
+                f"GRPOLossConfig: policy loss {self.policy_loss.name!r} asks for the entropy, which mode='liger' does "
+                "not compute. Use mode='chunk'."
             )
         return self
 
@@ -137,8 +136,7 @@ class GRPOLossConfig(BaseRLLossConfig):
         if values.shape not in ((), stats.log_prob.shape):
             raise ConfigError(
                 f"policy loss {loss.name!r} returned shape {tuple(values.shape)}, expected "
-                f"[N]={tuple(stats.log_prob.shape)} "
-                f"or a scalar that already used loss_weights."
+                f"[N]={tuple(stats.log_prob.shape)} or a scalar that already used loss_weights."
             )
         if keep is not None:
             values = values if values.ndim == 0 else torch.where(keep, values, 0.0)

@@ -73,9 +73,8 @@ class VanillaConfig(ClipConfig):
     def _warn_tight_dual_clip(self) -> "VanillaConfig":
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1.0 + self.cliprange_high:
             warnings.warn(
-                f"clip_ratio_c={self.clip_ratio_c} does not exceed 1 + "
-                f"cliprange_high={1.0 + self.cliprange_high}: the dual "
-                f"clip then cuts ratios that the ordinary clip allows. Papers use 3.0.",
+                f"clip_ratio_c={self.clip_ratio_c} does not exceed 1 + cliprange_high={1.0 + self.cliprange_high}: "
+                "the dual clip then cuts ratios that the ordinary clip allows. Papers use 3.0.",
                 stacklevel=2,
             )
         return self

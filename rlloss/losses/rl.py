@@ -62,16 +62,14 @@ class BaseRLLossConfig(BaseLossConfig):
             resolve_kl_kind(self.kl_loss_type)
         if self.use_kl_loss and self.kl_loss_type in ("k1", "kl"):
             warnings.warn(
-                f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not "
-                f"depend on the reference "
-                f"policy. Use 'k3', or 'k1+' for the unbiased gradient.",
+                f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not depend on the "
+                "reference policy. Use 'k3', or 'k1+' for the unbiased gradient.",
                 stacklevel=2,
             )
         if ("constant" in (self.loss_reduction, self.entropy_reduction)) != (self.loss_length is not None):
             raise ConfigError(
-                f"{name}: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. "
-                f"The constant reduction "
-                f"needs a loss_length (the longest response), and no other one takes it."
+                f"{name}: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. The constant "
+                "reduction needs a loss_length (the longest response), and no other one takes it."
             )
         return self
 

@@ -100,9 +100,8 @@ def _warn_unpacked(contexts: list[Any], terms: Sequence[Term]) -> None:
         kwargs = context.loss_kwargs
         if kwargs.shifted_labels.shape[0] == 1 and kwargs.cu_seq_lens is None:
             warnings.warn(
-                "a row [1, T] without cu_seq_lens or num_tokens is taken as one sequence, and the "
-                "loss depends on where "
-                "sequences begin. Give num_tokens if several sequences are packed in it.",
+                "a row [1, T] without cu_seq_lens or num_tokens is taken as one sequence, and the loss depends on "
+                "where sequences begin. Give num_tokens if several sequences are packed in it.",
                 stacklevel=5,
             )
             return
