@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloss import metrics
+from rlloss.compat import hf
 from rlloss.compat.names import TRLCounts, trl_totals
 from rlloss.compat.trl_options import TRL_METRICS, trl_loss_config
 from rlloss.errors import BackendUnavailableError, BatchError, ConfigError
@@ -46,7 +47,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     Metrics are logged once for each optimiser step, exact over its micro-batches and processes: ours as
     `rlloss/<name>`, and those of `rlloss.compat.trl_options.TRL_METRICS` under TRL's names.
 
-    Not supported: the auxiliary loss of mixtures of experts, adapters on the output head, DeepSpeed ZeRO-3.
+    Not supported: the auxiliary loss of mixtures of experts, and DeepSpeed ZeRO-3.
 
     Args:
         args: As TRL's. (Positional and keyword arguments are passed on.)
@@ -66,7 +67,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._refuse()
         self._window: list[tuple[Any, BaseRLLossContext]] = []
         self._extras: list[dict[str, Any]] = []
-        _add_loss_head(_base_model(self.model), self.args.cast_lm_head_to_fp32)
+        _add_loss_head(self.model, self.args.cast_lm_head_to_fp32)
 
     def _refuse(self) -> None:
         cfg, args = self.loss_cfg, self.args
@@ -200,16 +201,10 @@ def _selects(cfg: Any) -> bool:
     return getattr(cfg, "top_entropy_quantile", 1.0) < 1.0 or (loss is not None and loss.selection is not None)
 
 
-def _base_model(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _for_model(loss_cfg: BaseRLLossConfig, trainer: Any) -> BaseRLLossConfig:
     """A copy of a config with the temperature, logit scale and soft cap of the model that is trained."""
-    text = _base_model(trainer.model).config.get_text_config()
-    cfg = loss_cfg.model_copy(deep=True)
-    cfg.temperature, cfg.logit_scale = trainer.temperature, _logit_scale(text)
-    cfg.logit_softcap = getattr(text, "final_logit_softcapping", None)
+    cfg = hf.configure(loss_cfg, trainer.model)
+    cfg.temperature = trainer.temperature
     # TRL leaves old log-probs out where they would equal the current ones.
     cfg.on_policy = True
     if cfg.mode != "liger":
@@ -217,40 +212,23 @@ def _for_model(loss_cfg: BaseRLLossConfig, trainer: Any) -> BaseRLLossConfig:
     return cfg
 
 
-def _logit_scale(text_config: Any) -> float:
-    """The factor of a model's logits: four families name it in four ways, one of them by its inverse."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(text_config, name, None) is not None:
-            return float(getattr(text_config, name))
-    divisor = getattr(text_config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return float(divisor) if text_config.model_type == "hyperclovax" else 1.0 / float(divisor)
-
-
 def _add_loss_head(model: Any, float32: bool) -> None:
     """Lets `model(..., loss_ctx=context)` return the loss: inside forward, where wrappers have the weights."""
-    previous = model.forward
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    previous = base.forward
 
     @functools.wraps(previous)
     def forward(*args: Any, loss_ctx: BaseRLLossContext | None = None, **kwargs: Any) -> Any:
-        if loss_ctx is None:
-            return previous(*args, **kwargs)
-        return _loss_of_model(model, loss_ctx, float32, *args, **kwargs)
+        return previous(*args, **kwargs) if loss_ctx is None else _loss_of(model, loss_ctx, kwargs, float32)
 
-    model.forward = forward
+    base.forward = forward
 
 
-def _loss_of_model(model: Any, context: BaseRLLossContext, float32: bool, *args: Any, **kwargs: Any) -> LossOutput:
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        raise ConfigError(
-            f"the output head is a {type(head).__name__}, expected torch.nn.Linear: its weight alone would leave an "
-            f"adapter out. Take the head out of the adapter's target modules."
-        )
-    hidden = model.base_model(*args, use_cache=False, **kwargs).last_hidden_state
+def _loss_of(model: Any, context: BaseRLLossContext, inputs: dict[str, Any], float32: bool) -> LossOutput:
     length = int(context.loss_kwargs.shifted_labels.shape[1])
-    hidden = hidden[:, -length - 1 : -1].to(head.weight.device)
+    hidden = hf.hidden_states(model, inputs)[:, -length - 1 : -1]
+    head = hf.find_head(model)
+    hidden = hidden.to(head.weight.device)
     if not float32:
         return context.forward(hidden, head.weight, head.bias)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
-from rlloss.compat.trl import GRPOTrainer, _logit_scale, batch_of  # noqa: E402
+from rlloss.compat.trl import GRPOTrainer, batch_of  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
 TOLERANCE = 2e-6
@@ -237,7 +236,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     context = GRPOLossConfig().build(
         {"shifted_labels": torch.ones(1, 2, dtype=torch.long), "advantages": torch.ones(1)}
     )
-    with pytest.raises(ConfigError, match="output head is a Sequential"):
+    with pytest.raises(ConfigError, match="head is a Sequential"):
         trainer.model(input_ids=torch.ones(1, 3, dtype=torch.long), loss_ctx=context)
 
 
@@ -260,18 +259,3 @@ def test_names_of_a_micro_batch() -> None:
     context = GRPOLossConfig(rollout_is=rules).build(batch_of(inputs, corrects=True))
     (context,) = context.build_batches([context])
     assert context.loss_kwargs.is_weights[0, 1] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text_config", "scale"),
-    [
-        ({}, 1.0),
-        ({"logit_scale": 0.25}, 0.25),
-        ({"logit_scale": None, "output_multiplier": 2.0}, 2.0),
-        ({"lm_head_multiplier": 0.5}, 0.5),
-        ({"logits_scaling": 8.0, "model_type": "granite"}, 0.125),
-        ({"logits_scaling": 8.0, "model_type": "hyperclovax"}, 8.0),
-    ],
-)
-def test_logit_scale(text_config: dict[str, Any], scale: float) -> None:
-    assert _logit_scale(SimpleNamespace(**text_config)) == scale

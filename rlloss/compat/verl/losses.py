@@ -90,7 +90,7 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     loss, (_, extra) = context.forward_log_probs(log_prob, entropy)
     scale = float(counts["dp_size"])
     if pg_loss is None:
-        found |= _policy_metrics(extra)
+        found |= policy_metrics(extra)
         pg_loss = float(extra["policy_loss"]) * scale
     else:
         loss = loss + pg_loss
@@ -232,7 +232,8 @@ def _own_loss(
     return result
 
 
-def _policy_metrics(extra: dict[str, Any]) -> dict[str, Any]:
+def policy_metrics(extra: dict[str, Any]) -> dict[str, Metric]:
+    """Names the metrics of a policy loss as verl does; those that the loss does not have are left out."""
     names = {"actor/ppo_kl": ("approx_kl_k1",), "actor/pg_clipfrac": ("clip_frac_low", "clip_frac_high")}
     names["actor/pg_clipfrac_lower"] = ("clip_frac_dual",)
     return {
