@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks.losses  # noqa: F401  (registers its losses on every rank)
 from batches import LAYOUTS, Result, Step, split
@@ -38,17 +39,46 @@ class Case:
         return dp * sp * tp
 
 
-class Collectives(TorchDispatchMode):
-    """Notes the name of every collective that runs inside."""
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "send",
+    "recv",
+    "gather",
+)
+WATCHED = [
+    name for name in dir(dist) if name.startswith(KINDS) and callable(getattr(dist, name)) and "coalesced" not in name
+]
+
+
+class Collectives:
+    """Notes the name of every collective that runs inside, in backward as well."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.names.append(func._schema.name.split("::")[1].rstrip("_"))
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> Collectives:
+        self._before = {name: getattr(dist, name) for name in WATCHED}
+        for name, function in self._before.items():
+            setattr(dist, name, self._watch(name, function))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    def _watch(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.names.append(name)
+            return function(*args, **kwargs)
+
+        return watched
 
 
 @dataclass

@@ -82,8 +82,8 @@ def test_world_size_of_totals(ranks: Ranks) -> None:
 
 def test_number_of_collectives(ranks: Ranks) -> None:
     (part, _) = ranks.run(rank_cases.nll_step, [[[1.0], [2.0]], [[3.0], [4.0]]], {})
-    assert part["build_batches"] == ["allreduce"]
-    assert part["forward"] == ["allreduce", "allreduce"], "one for each micro-batch, none in backward"
+    assert part["build_batches"] == ["all_reduce"]
+    assert part["forward"] == ["all_reduce", "all_reduce"], "one for each micro-batch, none in backward"
     (part, _) = ranks.run(rank_cases.nll_step, [[[1.0], [2.0]], [[3.0], [4.0]]], {"reduce_loss": False})
     assert part["forward"] == []
 
