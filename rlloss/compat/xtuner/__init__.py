@@ -4,7 +4,7 @@
 
 Configs return None from `build` where a required key is missing and move the batch to the accelerator; `extra` holds
 tensors under XTuner's names, and rlloss's metrics in `extra.metrics`. What has no counterpart stands in
-`rlloss.compat.xtuner.names.ABSENT`.
+`rlloss.compat.xtuner.names.ABSENT`. For XTuner's own trainers take the configs from `rlloss.compat.xtuner.inside`.
 """
 
 from rlloss.compat.xtuner.advantage import (
