@@ -1,9 +1,11 @@
 """Interleaved pairs of a subject and its bare products, peak memory, and gradient error."""
 
 import gc
+import mmap
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +32,8 @@ class Line:
         ratios: Its time over the bare products' time, of each quiet pair.
         seconds: Its time in each quiet pair.
         noisy: Pairs that were thrown away.
-        peak_mib: Peak memory of one run above what stood there before, MiB, its gradients included.
+        peak_mib: Peak memory of one run above what stood there before, MiB: the gradients of the run before it, which are
+            as large as its own, do not count.
         hidden_error: Error of the hidden gradient against float64, relative to its norm.
         weight_error: The same of the head's.
     """
@@ -121,21 +124,40 @@ def measure_peak(subject: Subject, shape: Shape) -> float | None:
         torch.cuda.reset_peak_memory_stats()
         subject.run(0)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+    with _RssSampler() as sampler:
         subject.run(0)
-        return (_status("VmHWM") - before) / 1024
+    return None if sampler.peak is None else (sampler.peak - sampler.first) / 2**20
+
+
+class _RssSampler(threading.Thread):
+    """Reads the resident memory of this process every millisecond; not every kernel keeps a high-water mark."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.first, self.peak = 0, _resident()
+        self._done = threading.Event()
+
+    def __enter__(self) -> "_RssSampler":
+        self.first = self.peak or 0
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self.join()
+
+    def run(self) -> None:
+        """Samples until the block is left."""
+        while self.peak is not None and not self._done.wait(0.001):
+            self.peak = max(self.peak, _resident() or 0)
+
+
+def _resident() -> int | None:
+    """Resident memory, bytes; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return None
-
-
-def _status(name: str) -> int:
-    """A line of this process's status, KiB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1])
-    raise OSError(f"{name} is not reported")
 
 
 def measure_errors(subject: Subject, line: Line, exact: tuple[Tensor, Tensor]) -> None:
