@@ -32,8 +32,8 @@ class Line:
         ratios: Its time over the bare products' time, of each quiet pair.
         seconds: Its time in each quiet pair.
         noisy: Pairs that were thrown away.
-        peak_mib: Peak memory of one run above what stood there before, MiB: the gradients of the run before it, which are
-            as large as its own, do not count.
+        peak_mib: Peak memory of one run above what stood there before, MiB. The gradients of the run before it stood
+            there, so that gradients of the usual size do not count.
         hidden_error: Error of the hidden gradient against float64, relative to its norm.
         weight_error: The same of the head's.
     """
