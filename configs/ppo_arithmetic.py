@@ -33,9 +33,9 @@ config = TrainConfig(
     ),
     grpo=GRPOConfig(steps=0),
     ppo=PPOConfig(
-        steps=120,
+        steps=100,
         rollout=RolloutConfig(prompts=512, group_size=2, max_new_tokens=4),
-        kl=KLConfig(coef=0.05, target=0.6, horizon=8_000),
+        kl=KLConfig(coef=0.1, target=1.0, horizon=10_000),
         negative_scale=0.3,
         epochs=1,
         updates_per_epoch=4,
