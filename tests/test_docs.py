@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rlloss
+from rlloss.errors import BackendUnavailableError
 from rlloss import policy_loss_names, unregister_policy_loss
 
 ROOT = Path(__file__).parents[1]
@@ -54,10 +55,18 @@ def modules() -> list[str]:
     return [module.name for module in found if not module.name.endswith("__main__")]
 
 
+NEEDS_A_PEER = ("rlloss.compat.trl", "rlloss.compat.xtuner.inside")
+
+
 def test_examples_in_docstrings():
     tried = 0
     for name in modules():
-        result = doctest.testmod(importlib.import_module(name))
+        try:
+            module = importlib.import_module(name)
+        except BackendUnavailableError:
+            assert name in NEEDS_A_PEER
+            continue
+        result = doctest.testmod(module)
         assert result.failed == 0, name
         tried += result.attempted
     assert tried > 0
