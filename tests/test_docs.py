@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rlloss
-from rlloss.errors import BackendUnavailableError
 from rlloss import policy_loss_names, unregister_policy_loss
+from rlloss.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *ROOT.glob("C*.md")]
