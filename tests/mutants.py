@@ -182,6 +182,11 @@ def checks() -> list[Check]:
         found.append(lambda name=name: test_policy_losses.test_value_and_gradient(name, "log_probs"))
     for ratio in ("token", "sequence_mean", "sequence_product"):
         found.append(lambda ratio=ratio: test_policy_losses.test_kl_with_a_ratio(ratio))
+    found.append(test_policy_losses.test_trust_region_ends)
+    found.append(test_policy_losses.test_clip_fractions_count_where_the_clip_binds)
+    found.append(test_policy_losses.test_iw_opd_defaults_and_gradients)
+    for kind in ("token", "sequence_mean"):
+        found.append(lambda kind=kind: test_policy_losses.test_the_old_policy_gets_no_gradient(kind))
     found.append(test_policy_losses.test_kl_limits_and_who_gets_a_gradient)
     found.append(test_policy_losses.test_a_bound_itself_lies_inside)
     found.append(test_policy_losses.test_iw_opd_weights_look_at_counted_tokens_only)

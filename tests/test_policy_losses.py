@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,10 @@ from oracles_policy import Tokens
 from rlloss import GRPOLossConfig, kl_penalty, policy_loss_names
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.opd import iw_opd_weights
-from rlloss.functional.policy import bounded_ratio
+from rlloss.functional.policy import bounded_ratio, clipped_surrogate, geometric_surrogate, log_ratio_of
+from rlloss.functional.policy_quadratic import quadratic_loss
+from rlloss.functional.policy_score import within_divergence, within_variation
+from rlloss.layout import Segments
 
 CLIP = {"cliprange_low": 0.2, "cliprange_high": 0.28}
 CASES: dict[str, tuple[dict[str, Any], Callable[[Tokens], policy.Result]]] = {
@@ -193,3 +197,48 @@ def test_a_bound_itself_lies_inside() -> None:
     pairs = [policy.bounded_ratio(d) for d in log_ratio.tolist()]
     assert ratio.tolist() == pytest.approx([r for r, _ in pairs], rel=1e-12)
     assert log_ratio.grad.tolist() == pytest.approx([slope for _, slope in pairs], rel=1e-12)
+
+
+def test_iw_opd_defaults_and_gradients() -> None:
+    gap = torch.tensor([[1.0, -3.0], [0.0, 0.0]], requires_grad=True)
+    weights = iw_opd_weights(gap, torch.ones(2, 2))
+    assert weights.tolist() == [[1.5, 1.375], [1.5, 1.5]]  # without any disagreement every token is early
+    assert not weights.requires_grad
+    small = iw_opd_weights(torch.full((1, 2), 1e-6), torch.ones(1, 2))
+    assert small[0].tolist() == pytest.approx([1.5, 1.25])
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence_mean", "sequence_product", "sequence_token"])
+def test_the_old_policy_gets_no_gradient(kind: Any) -> None:
+    old = torch.zeros(3, requires_grad=True)
+    new = torch.zeros(3, requires_grad=True)
+    log_ratio_of(new, old, Segments(torch.tensor([0, 0, 1]), 2), kind).sum().backward()
+    quadratic_loss(new, old, torch.ones(3), 0.5).sum().backward()
+    assert old.grad is None
+    assert new.grad is not None
+
+
+def test_trust_region_ends() -> None:
+    sure = torch.zeros(2, dtype=torch.float64)  # probability 1, where log(1 - p) would be infinite
+    half = torch.full((2,), math.log(0.5), dtype=torch.float64)
+    up, down = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -1.0])
+    assert within_variation(sure, half, up, 0.0, 0.5).all()
+    assert within_variation(half, sure, down, 0.5, 0.0).all()
+    distance = 0.5 * math.log(0.5) + 0.5 * math.log((0.5 + 1e-8) / 1e-8)
+    assert within_divergence(sure, half, up, 0.0, distance + 1e-6).all()
+    assert not within_divergence(sure, half, up, 0.0, distance - 1e-6).any()
+    assert not within_variation(sure.requires_grad_(), half, up, 0.0, 0.5).requires_grad
+
+
+def test_clip_fractions_count_where_the_clip_binds() -> None:
+    ratios = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 2.0]).log()
+    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 0.0])
+    segments = Segments(torch.arange(6), 6)
+    found = [
+        clipped_surrogate(ratios.exp(), advantages, 0.2, 0.2, dual_clip=1.9)[1],
+        geometric_surrogate(ratios, advantages, segments, (0.2, 0.2), (-20.0, 20.0))[1],
+    ]
+    for metrics in found:
+        assert float(metrics["clip_frac_low"]) == pytest.approx(1 / 6)
+        assert float(metrics["clip_frac_high"]) == pytest.approx(1 / 6)
+    assert float(found[0]["clip_frac_dual"]) == pytest.approx(1 / 6)
