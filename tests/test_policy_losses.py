@@ -20,7 +20,7 @@ from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.opd import iw_opd_weights
 from rlloss.functional.policy import bounded_ratio, clipped_surrogate, geometric_surrogate, log_ratio_of
 from rlloss.functional.policy_quadratic import quadratic_loss
-from rlloss.functional.policy_score import within_divergence, within_variation
+from rlloss.functional.policy_score import gamma_factor, within_divergence, within_variation
 from rlloss.layout import Segments
 
 CLIP = {"cliprange_low": 0.2, "cliprange_high": 0.28}
@@ -227,18 +227,35 @@ def test_trust_region_ends() -> None:
     distance = 0.5 * math.log(0.5) + 0.5 * math.log((0.5 + 1e-8) / 1e-8)
     assert within_divergence(sure, half, up, 0.0, distance + 1e-6).all()
     assert not within_divergence(sure, half, up, 0.0, distance - 1e-6).any()
-    assert not within_variation(sure.requires_grad_(), half, up, 0.0, 0.5).requires_grad
+    assert within_divergence(half, sure, down, 0.7, 0.0).all()
+    assert not within_divergence(half, sure, down, 0.69, 0.0).any()
+    above = torch.full((2,), 1e-6, dtype=torch.float64)  # a log-prob that rounding lifted above 0
+    assert within_divergence(above, half, up, 0.0, 100.0).all()
+    assert within_divergence(half, above, down, 100.0, 0.0).all()
 
 
 def test_clip_fractions_count_where_the_clip_binds() -> None:
-    ratios = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 2.0]).log()
-    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 0.0])
-    segments = Segments(torch.arange(6), 6)
+    ratios = torch.tensor([0.5, 0.5, 0.5, 2.0, 2.0, 2.0, 2.0, 1.0, 0.5, 2.0]).log()
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, -1.0, 1.0, 0.0, 0.0])
+    segments = Segments(torch.arange(10), 10)
     found = [
         clipped_surrogate(ratios.exp(), advantages, 0.2, 0.2, dual_clip=1.9)[1],
         geometric_surrogate(ratios, advantages, segments, (0.2, 0.2), (-20.0, 20.0))[1],
     ]
     for metrics in found:
-        assert float(metrics["clip_frac_low"]) == pytest.approx(1 / 6)
-        assert float(metrics["clip_frac_high"]) == pytest.approx(1 / 6)
-    assert float(found[0]["clip_frac_dual"]) == pytest.approx(1 / 6)
+        assert float(metrics["clip_frac_low"]) == pytest.approx(2 / 10)
+        assert float(metrics["clip_frac_high"]) == pytest.approx(3 / 10)
+    assert float(found[0]["clip_frac_dual"]) == pytest.approx(1 / 10)
+    at_the_ends, ends = Segments(torch.arange(2), 2), torch.tensor([0.25, -0.25])
+    _, metrics = geometric_surrogate(ends, ends.sign(), at_the_ends, (0.25, 0.25), (-20.0, 20.0))
+    assert float(metrics["clip_frac_low"]) == float(metrics["clip_frac_high"]) == 0.0
+    at_the_ceiling = clipped_surrogate(torch.tensor([3.0]), torch.tensor([-1.0]), 0.2, 0.2, dual_clip=3.0)[1]
+    assert float(at_the_ceiling["clip_frac_dual"]) == 0.0
+
+
+def test_factors_have_no_gradient() -> None:
+    log_ratio = torch.zeros(2, requires_grad=True)
+    segments = Segments(torch.tensor([0, 0]), 1)
+    assert not gamma_factor(log_ratio, torch.ones(2), segments, (2.0, 3.0), (3.0, 2.0)).requires_grad
+    none = gamma_factor(log_ratio, torch.ones(2), segments, (2.0, 3.0), (3.0, 2.0), torch.tensor([0.0, 1.0]))
+    assert float(none[0]) == pytest.approx(math.exp(3.0) * 1e-16, rel=1e-4)

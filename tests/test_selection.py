@@ -16,6 +16,8 @@ import oracles_policy as policy
 from oracles_policy import Tokens
 from rlloss import GRPOLossConfig, GRPOLossContext
 from rlloss.losses import selection
+from rlloss.losses.policy_covariance import covariances
+from rlloss.losses.selection import StepTokens
 
 LENGTHS = [5, 3, 7, 1, 6, 4]
 SPLITS = [[0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 2, 1], [0, 1, 2, 3, 4, 5], [3, 0, 1, 1, 0, 2]]
@@ -181,3 +183,14 @@ def test_ranks_choose_together(empty: bool, monkeypatch: pytest.MonkeyPatch) -> 
     for field in ("selected", "policy_mask"):
         found = [getattr(context.loss_kwargs, field)[0].tolist() for context in contexts]
         assert found == chosen(config, SPLITS[0], 3, field=field)
+
+
+def test_small_steps() -> None:
+    """One token has covariance 0, and a share of less than one token is one token."""
+    one = torch.tensor([2.0], dtype=torch.float64)
+    nothing, key = torch.empty(0), torch.zeros(1, dtype=torch.long)
+    assert covariances(StepTokens(one, one, one, nothing, key))[0].item() == 0.0
+    few = GRPOLossConfig(policy_loss_cfg=CLIP_COV | {"clip_cov_ratio": 0.01})
+    assert sum(joined(chosen(few, SPLITS[1], 4))) == 1
+    few = GRPOLossConfig(policy_loss_cfg=KL_COV | {"kl_cov_ratio": 0.01})
+    assert sum(joined(chosen(few, SPLITS[1], 4))) == 1

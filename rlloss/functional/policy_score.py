@@ -92,7 +92,7 @@ def gamma_factor(
     lowest = math.log(1e-8)
     total = segments.sum(bound(log_ratio.detach(), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     if is_weights is not None:
-        total = total + segments.sum(bound(is_weights.clamp(min=1e-8).log(), lowest, LOG_RATIO_BOUND).to(total.dtype))
+        total = total + segments.sum(bound(is_weights.log(), lowest, LOG_RATIO_BOUND).to(total.dtype))
     log_weight = segments.broadcast(bound(total, lowest, LOG_RATIO_BOUND))
     number = log_weight.new_tensor  # a bare float would be float32 in torch.where
     k = torch.where(advantages >= 0, number(positive[0]), number(negative[0]))
