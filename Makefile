@@ -14,7 +14,7 @@ PY := .venv/bin/python
 READY := .venv/.complete
 endif
 
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup
 
 .PHONY: help train test test-all lint bench mutants
 
