@@ -62,9 +62,14 @@ def run_train(options: argparse.Namespace) -> int:
     console = require("rich.console").Console()
     config = _load(options)
     output = output_folder(options.config, options.output, options.resume)
+    from rlloss.training.ranks import is_main, ranks_of_torchrun
     from rlloss.training.run import Run
 
-    report = Run(config, output, console).train(resume=options.resume)
+    with ranks_of_torchrun(config.device):
+        report = Run(config, output, console if is_main() else None).train(resume=options.resume)
+        speaks = is_main()
+    if not speaks:
+        return 0 if report.finished else INTERRUPTED
     if not report.finished:
         console.print(
             f"Saved after step {report.step}. Resume with:\n  {resume_command(options, output)}", soft_wrap=True

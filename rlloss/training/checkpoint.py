@@ -47,6 +47,19 @@ class Checkpoints:
         """
         final = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
+        try:
+            self._write(partial, final, state, config)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RLLossError(
+                f"the checkpoint of step {step} cannot be written to {self.folder}: {error}. The ones before are "
+                f"whole: make room on the disk, then go on with --resume."
+            ) from error
+        for old in self.saved()[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+    def _write(self, partial: Path, final: Path, state: dict[str, Any], config: dict[str, Any]) -> None:
         self._remove_partial()
         partial.mkdir(parents=True)
         torch.save(state, partial / STATE_FILE)
@@ -57,9 +70,6 @@ class Checkpoints:
             shutil.rmtree(final)
         os.replace(partial, final)
         _flush(self.folder)
-        for old in self.saved()[: -self.keep]:
-            shutil.rmtree(old)
-        return final
 
     def load(self, device: str) -> dict[str, Any]:
         """Returns the state of the newest checkpoint.

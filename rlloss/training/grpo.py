@@ -14,7 +14,8 @@ from rlloss.losses.grpo import GRPOLossContext
 from rlloss.metrics import Metric, merge, reduce
 from rlloss.training.config import GRPOConfig
 from rlloss.training.model import Policy, TokenBatch
-from rlloss.training.phase import Batch, Phase, accumulate, adapted, label_logprobs, take_rows
+from rlloss.training.phase import Batch, Phase, accumulate, adapted, build_counted, label_logprobs, take_rows
+from rlloss.training.ranks import micro_batches
 from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
 from rlloss.training.tasks import FULL_SCORE, Question, Task
 
@@ -117,10 +118,10 @@ class GRPOPhase(Phase):
         return batch
 
     def _accumulate(self, tokens: TokenBatch, batch: Batch, update: Tensor) -> dict[str, Metric]:
-        micro = torch.split(update, self.config.micro_batch_size)
-        contexts = [self.loss.build(take_rows(batch, part)) for part in micro]
+        micro = micro_batches(update, self.config.micro_batch_size)
+        contexts = [build_counted(self.loss, take_rows(batch, part), counts) for part, counts in micro]
         contexts = GRPOLossContext.build_batches(contexts)
-        return accumulate(self.policy, contexts, [tokens.rows(part) for part in micro])
+        return accumulate(self.policy, contexts, [tokens.rows(part) for part, _ in micro])
 
     def _logprobs(self, tokens: TokenBatch, labels: Tensor) -> Tensor:
         size, temperature = self.config.micro_batch_size, self.config.rollout.temperature

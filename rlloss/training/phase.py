@@ -14,6 +14,7 @@ from rlloss.metrics import Metric, merge
 from rlloss.training.config import OptimizerConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer
+from rlloss.training.ranks import average_gradients, gather_rows, share
 
 Batch = dict[str, Tensor]
 L = TypeVar("L", bound=BaseLossConfig)
@@ -51,6 +52,7 @@ class Phase(ABC):
 
     def apply_gradients(self, index: int) -> dict[str, float]:
         """Makes one optimiser step with the gradients that were accumulated."""
+        average_gradients(self.policy.model.parameters())
         lr = learning_rate(self.optimizer_config, index, self.steps)
         norm = apply_gradients(self.policy.model, self.optimizer, lr, self.optimizer_config.max_grad_norm)
         return {"lr": lr, "grad_norm": norm}
@@ -89,11 +91,12 @@ def label_logprobs(
 ) -> Tensor:
     """Returns the log-probs of labels, `[N, T]`, nats, 0 at ignored positions, by the same head as the loss."""
     config = adapted(LogProbConfig(mode="chunk", temperature=temperature), policy.logit_options)
-    parts = []
-    for rows in row_blocks(len(labels), micro_batch_size, labels.device):
+    parts = [torch.zeros((0, labels.shape[1]), device=labels.device)]
+    own = share(torch.arange(len(labels), device=labels.device))  # type: ignore[arg-type,var-annotated]
+    for rows in torch.split(own, micro_batch_size) if len(own) else ():  # type: ignore[arg-type]
         context = config.build({"shifted_labels": labels[rows]})
         parts.append(context.forward(policy.hidden(tokens.rows(rows)), *policy.head_arguments()).loss)
-    return torch.cat(parts)
+    return gather_rows(torch.cat(parts))
 
 
 def adapted(config: L, options: Mapping[str, float]) -> L:
@@ -105,6 +108,11 @@ def adapted(config: L, options: Mapping[str, float]) -> L:
 def row_blocks(count: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
     """Returns the row numbers 0 to `count - 1` in blocks of `size`."""
     return torch.split(torch.arange(count, device=device), size)
+
+
+def build_counted(config: BaseLossConfig, batch: Batch, counts: bool) -> BaseLossContext:
+    """Builds the context of a micro-batch; one that does not count has every label ignored."""
+    return config.build(batch) if counts else config.empty(batch)
 
 
 def take_rows(batch: Batch, rows: Tensor) -> Batch:

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlloss.training.config import RolloutConfig
 from rlloss.training.extras import require
 from rlloss.training.model import Policy, TokenBatch
+from rlloss.training.ranks import gather_rows, share
 
 IGNORE = -100
 
@@ -87,24 +88,27 @@ def sample(policy: Policy, prompts: Sequence[Sequence[int]], seeds: Sequence[int
     """
     size = config.group_size
     batch = max(1, config.batch_size // size)
-    responses, logprobs = [], []
-    for start in range(0, len(prompts), batch):
-        part = [list(prompt) for prompt in prompts[start : start + batch] for _ in range(size)]
-        sampler = SeededSampler(seeds[start : start + batch], size, config.temperature)
+    own, own_seeds = share(prompts), share(seeds)
+    responses = [torch.zeros((0, config.max_new_tokens), dtype=torch.long, device=policy.device)]
+    logprobs = [torch.zeros((0, config.max_new_tokens), device=policy.device)]
+    for start in range(0, len(own), batch):
+        part = [list(prompt) for prompt in own[start : start + batch] for _ in range(size)]
+        sampler = SeededSampler(own_seeds[start : start + batch], size, config.temperature)
         responses.append(_generate(policy, part, config.max_new_tokens, sampler))
         logprobs.append(_widened(torch.stack(sampler.logprobs, -1), config.max_new_tokens, 0.0))
     rows = [list(prompt) for prompt in prompts for _ in range(size)]
     group_ids = torch.arange(len(prompts), device=policy.device).repeat_interleave(size)
-    return _laid_out(policy, rows, torch.cat(responses), torch.cat(logprobs), group_ids)
+    sampled = gather_rows(torch.cat(responses)), gather_rows(torch.cat(logprobs))
+    return _laid_out(policy, rows, *sampled, group_ids)
 
 
 def greedy(policy: Policy, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int) -> list[str]:
     """Returns the greedy response to each prompt."""
-    texts: list[str] = []
-    for start in range(0, len(prompts), batch_size):
-        responses = _generate(policy, prompts[start : start + batch_size], max_new_tokens, None)
-        texts += policy.decode(_trimmed(policy, responses))
-    return texts
+    own = share(prompts)
+    responses = [torch.zeros((0, max_new_tokens), dtype=torch.long, device=policy.device)]
+    for start in range(0, len(own), batch_size):
+        responses.append(_generate(policy, own[start : start + batch_size], max_new_tokens, None))
+    return policy.decode(_trimmed(policy, gather_rows(torch.cat(responses))))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlloss.distributed import world_size
 from rlloss.errors import ConfigError
 from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
 from rlloss.training.config import TrainConfig
@@ -20,6 +22,7 @@ from rlloss.training.logging import RunLog
 from rlloss.training.model import Policy, load_policy
 from rlloss.training.phase import Phase
 from rlloss.training.ppo import PPOPhase
+from rlloss.training.ranks import is_main, on_any_rank
 from rlloss.training.rollout import greedy
 from rlloss.training.supervised import SupervisedPhase
 from rlloss.training.tasks import FULL_SCORE, Task
@@ -81,14 +84,26 @@ class Run:
         state = self._load() if resume else None
         if state is None and self.checkpoints.saved():
             raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
-        with RunLog(self.output, self.console, self.report.step) as log:
-            (self.output / "config.json").write_text(json.dumps(self._config(), indent=2))
-            with StopRequest(lambda: log.say("stopping after this step; press Ctrl-C again to stop at once")) as stop:
-                self.report.finished = self._run_phases(log, stop, state)
+        with (
+            self._log() as log,
+            StopRequest(lambda: log.say("stopping after this step; press Ctrl-C again to stop at once")) as stop,
+        ):
+            self.report.finished = self._run_phases(log, stop, state)
+        if not is_main():
+            return self.report
         (self.output / REPORT_FILE).write_text(json.dumps(asdict(self.report), indent=2))
         if self.report.finished:
             self.policy.save(self.output / "policy")
         return self.report
+
+    def _log(self) -> RunLog:
+        """The log of the run; ranks other than the first write theirs to a folder of their own that vanishes."""
+        if not is_main():
+            self._scratch = tempfile.TemporaryDirectory()
+            return RunLog(Path(self._scratch.name), require("rich.console").Console(quiet=True))
+        log = RunLog(self.output, self.console, self.report.step)
+        (self.output / "config.json").write_text(json.dumps(self._config(), indent=2))
+        return log
 
     def evaluate(self) -> dict[str, float]:
         """Answers the held-out questions greedily; returns exact matches and the mean score, both as fractions."""
@@ -131,6 +146,7 @@ class Run:
             if phase.enough():  # a run that resumes right after its last step
                 break
             metrics = phase.step(index)
+            stopping = on_any_rank(stop.requested)
             last = index + 1 == phase.steps or phase.enough()
             if last or (every and (index + 1) % every == 0):
                 metrics |= self.evaluate()
@@ -139,12 +155,12 @@ class Run:
             log.write(self.report.step, phase.name, metrics)
             if last:
                 self.report.heldout[phase.name] = metrics["heldout_exact"]
-            if last or stop.requested or (index + 1) % self.config.checkpoint.every == 0:
+            if last or stopping or (index + 1) % self.config.checkpoint.every == 0:
                 self._save(phase, index + 1)
-            if stop.requested and not last:
+            if stopping and not last:
                 return False
         log.say(f"{phase.title}: held-out exact match {self.report.heldout[phase.name]:.3f}")
-        return not stop.requested
+        return not on_any_rank(stop.requested)
 
     def _record(self, log: RunLog, name: str, metrics: dict[str, float]) -> None:
         self.report.heldout[name] = metrics["heldout_exact"]
@@ -162,6 +178,8 @@ class Run:
         return GRPOPhase(self.policy, self.task, prompts, self.config.grpo, self.config.seed)
 
     def _ppo(self) -> Phase:
+        if world_size() > 1:
+            raise ConfigError("ppo.steps: PPO trains on one rank. Start it without torchrun, or set ppo.steps=0.")
         prompts = [self._encode(question.prompt) for question in self.task.train]
         return PPOPhase(self.policy, self.task, prompts, self.config.ppo, self.config.seed)
 
@@ -177,7 +195,9 @@ class Run:
             "random": random_states(),
             "report": asdict(self.report),
         }
-        self.checkpoints.save(self.report.step, state, self._config())
+        if is_main():
+            self.checkpoints.save(self.report.step, state, self._config())
+        on_any_rank(False)  # nobody goes on before it is whole
 
     def _load(self) -> dict[str, Any]:
         state = self.checkpoints.load(self.config.device)

@@ -11,7 +11,8 @@ from rlloss.losses.ce import CELossContext
 from rlloss.metrics import reduce
 from rlloss.training.config import SupervisedConfig
 from rlloss.training.model import Policy, TokenBatch
-from rlloss.training.phase import Phase, accumulate, adapted, row_blocks
+from rlloss.training.phase import Phase, accumulate, adapted, build_counted
+from rlloss.training.ranks import micro_batches
 from rlloss.training.rollout import IGNORE
 
 RECENT_STEPS = 20
@@ -45,10 +46,10 @@ class SupervisedPhase(Phase):
         """Makes one optimiser step on a batch of questions."""
         chosen = random.Random(f"supervised {self._seed} {index}").choices(self._pairs, k=self.config.batch_size)
         tokens, labels = supervised_batch(self.policy, chosen)
-        rows = row_blocks(len(chosen), self.config.micro_batch_size, labels.device)
-        contexts = [self.loss.build({"shifted_labels": labels[part]}) for part in rows]
+        micro = micro_batches(torch.arange(len(chosen), device=labels.device), self.config.micro_batch_size)
+        contexts = [build_counted(self.loss, {"shifted_labels": labels[part]}, counts) for part, counts in micro]
         contexts = CELossContext.build_batches(contexts)
-        metrics = reduce(accumulate(self.policy, contexts, [tokens.rows(part) for part in rows]))
+        metrics = reduce(accumulate(self.policy, contexts, [tokens.rows(part) for part, _ in micro]))
         self._recent = [*self._recent, metrics["loss"]][-RECENT_STEPS:]
         return {**metrics, **self.apply_gradients(index)}
 
