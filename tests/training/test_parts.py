@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError, ConfigError, RLLossError
 from rlloss.functional.advantages import grpo_advantages
 from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
 from rlloss.training.config import OptimizerConfig, RolloutConfig, TaskConfig
@@ -204,7 +204,7 @@ def test_a_write_that_is_cut_off_leaves_the_old_checkpoint(tmp_path: Path, monke
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", cut_off)
-    with pytest.raises(OSError):
+    with pytest.raises(RLLossError, match="no space left on device"):
         checkpoints.save(2, {"step": 2}, {})
     assert checkpoints.load("cpu") == {"step": 1}
 
