@@ -142,8 +142,8 @@ def walk(function: ast.FunctionDef) -> Iterator[ast.AST]:
         if isinstance(node, ast.Raise | ast.JoinedStr):
             continue
         yield node
-        annotation = node.annotation if isinstance(node, ast.AnnAssign) else None
-        stack += [child for child in ast.iter_child_nodes(node) if child is not annotation]
+        notes = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        stack += [child for child in ast.iter_child_nodes(node) if child not in notes]
 
 
 @contextlib.contextmanager
@@ -195,6 +195,8 @@ def checks() -> list[Check]:
     for ratio in ("token", "sequence_mean", "sequence_product"):
         found.append(lambda ratio=ratio: test_policy_losses.test_kl_with_a_ratio(ratio))
     found.append(test_policy_losses.test_factors_have_no_gradient)
+    found.append(test_policy_losses.test_the_off_policy_limit_itself_is_near)
+    found.append(test_policy_properties.test_a_total_below_one)
     found.append(test_selection.test_small_steps)
     found.append(test_policy_losses.test_trust_region_ends)
     found.append(test_policy_losses.test_clip_fractions_count_where_the_clip_binds)

@@ -9,6 +9,11 @@ TIE = "differs where a computed divergence or covariance equals its bound to the
 SAME_P = "differs at p = p_old only, where the divergence is 0 and so within any bound"
 COUNTS = "differs at an advantage of 0 only, where neither branch of the clip is larger"
 
+MASKED = "matters for tokens outside of the term's mask only, whose weight is 0 anyway"
+EMPTY = "matters for a sequence or a step without tokens only, whose number reaches no token"
+OVERWRITTEN = "chooses a branch where A = 0, which the next line sets to 0"
+REFUSED = "stands for a config without loss_length, which is refused when it is made"
+
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("clipped_surrogate", "advantages < 0 -> advantages <= 0"): NO_ADVANTAGE,
     ("clipped_surrogate", "advantages > 0 -> advantages >= 0"): COUNTS,
@@ -27,6 +32,18 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("within_divergence", "advantages > 0 -> advantages >= 0"): NO_ADVANTAGE,
     ("within_divergence", "log_prob.detach() -> log_prob"): NO_GRADIENT,
     ("within_divergence", "old_log_prob.detach() -> old_log_prob"): NO_GRADIENT,
+    ("_inverse_denominator", "counts.prompt_tokens.clamp(min=1) -> counts.prompt_tokens"): MASKED,
+    ("_inverse_denominator", "1 -> 0"): MASKED,
+    ("_inverse_denominator", "segments.broadcast(part.sizes).clamp(min=1) -> segments.broadcast(part.sizes)"): MASKED,
+    ("_inverse", "0.0 -> 1.0"): EMPTY,
+    ("_inverse", "count.clamp(min=1e-300) -> count"): EMPTY,
+    ("_inverse", "1e-300 -> 0.0"): EMPTY,
+    ("_inverse", "count > 0 -> count >= 0"): EMPTY,
+    ("geometric_surrogate", "advantages > 0 -> advantages >= 0"): OVERWRITTEN,
+    ("quadratic_loss", "segments.sizes.clamp(min=1) -> segments.sizes"): EMPTY,
+    ("quadratic_loss", "1 -> 0"): EMPTY,
+    ("on_policy_sequences", "(behaviour - log_prob).detach() -> behaviour - log_prob"): NO_GRADIENT,
+    ("_inverse_denominator", "0 -> 1"): REFUSED,
     ("within_divergence", "p >= p_old -> p > p_old"): SAME_P,
     ("within_divergence", "p <= p_old -> p < p_old"): SAME_P,
     ("within_divergence", "divergence <= low -> divergence < low"): TIE,

@@ -20,7 +20,7 @@ from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.opd import iw_opd_weights
 from rlloss.functional.policy import bounded_ratio, clipped_surrogate, geometric_surrogate, log_ratio_of
 from rlloss.functional.policy_quadratic import quadratic_loss
-from rlloss.functional.policy_score import gamma_factor, within_divergence, within_variation
+from rlloss.functional.policy_score import gamma_factor, on_policy_sequences, within_divergence, within_variation
 from rlloss.layout import Segments
 
 CLIP = {"cliprange_low": 0.2, "cliprange_high": 0.28}
@@ -259,3 +259,10 @@ def test_factors_have_no_gradient() -> None:
     assert not gamma_factor(log_ratio, torch.ones(2), segments, (2.0, 3.0), (3.0, 2.0)).requires_grad
     none = gamma_factor(log_ratio, torch.ones(2), segments, (2.0, 3.0), (3.0, 2.0), torch.tensor([0.0, 1.0]))
     assert float(none[0]) == pytest.approx(math.exp(3.0) * 1e-16, rel=1e-4)
+
+
+def test_the_off_policy_limit_itself_is_near() -> None:
+    sampled, now = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -2.0, -2.0])
+    segments = Segments(torch.arange(3), 3)
+    keep = on_policy_sequences(now, sampled, torch.tensor([-1.0, -1.0, 0.0]), segments, 0.5)
+    assert keep.tolist() == [True, False, True]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlloss import GRPOLossConfig, GRPOLossContext
+from rlloss import GRPOLossConfig, GRPOLossContext, Totals
 from rlloss.errors import BatchError
 
 LOSSES = (
@@ -181,3 +181,11 @@ def test_no_warning_where_nothing_is_odd() -> None:
         warnings.simplefilter("error")
         for loss in LOSSES:
             configure(loss, "sample", "chunk")
+
+
+def test_a_total_below_one() -> None:
+    """TRL's items of a step, cut down to a part of it, need not be a whole token."""
+    config = GRPOLossConfig(on_policy=True)
+    batch = {"shifted_labels": torch.tensor([[0, -100]]), "advantages": torch.ones(1)}
+    (context,) = GRPOLossContext.build_batches([config.build(batch)], totals=Totals(tokens=0.25))
+    assert context.loss_kwargs.policy_loss_weight.tolist() == [[4.0, 0.0]]
