@@ -24,8 +24,8 @@ config = TrainConfig(
     ),
     model=ModelConfig(layers=2, hidden=128, heads=8, kv_heads=8, mlp=256),
     supervised=SupervisedConfig(
-        steps=450,
-        target_loss=0.38,
+        steps=560,
+        target_loss=0.33,
         questions=3_000,
         batch_size=128,
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, final_fraction=0.3),
@@ -35,7 +35,6 @@ config = TrainConfig(
         steps=300,
         rollout=RolloutConfig(prompts=256, group_size=4, max_new_tokens=5),
         updates_per_epoch=2,
-        negative_scale=0.0,
         skip_zero_advantages=True,
         optimizer=OptimizerConfig(lr=1.2e-3, warmup_steps=15, final_fraction=0.05, betas=(0.9, 0.99)),
         loss=GRPOLossConfig(
