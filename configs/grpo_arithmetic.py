@@ -32,7 +32,7 @@ config = TrainConfig(
         loss=CELossConfig(mode="chunk", loss_reduction="token"),
     ),
     grpo=GRPOConfig(
-        steps=300,
+        steps=450,
         rollout=RolloutConfig(prompts=256, group_size=4, max_new_tokens=5),
         updates_per_epoch=2,
         skip_zero_advantages=True,
