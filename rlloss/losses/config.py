@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 class StrictModel(BaseModel):
     """A pydantic model that refuses unknown fields and raises `ConfigError` with plain sentences."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_assignment=True)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, validate_assignment=True, ser_json_inf_nan="constants"
+    )
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -27,9 +29,15 @@ class StrictModel(BaseModel):
             raise ConfigError(_explain(type(self), error)) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
+        before = dict(self.__dict__)
         try:
             super().__setattr__(name, value)
-        except ValidationError as error:
+        except (ValidationError, ConfigError) as error:
+            # Checks over several fields see the new value in place; a refused one must not stay there.
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(_explain(type(self), error)) from error
 
 

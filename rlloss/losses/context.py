@@ -17,6 +17,7 @@ from rlloss.heads.per_chunk import evaluate_per_chunk
 from rlloss.heads.vocab_parallel import Vocabulary, check_counted, refuse_vocabulary
 from rlloss.layout import Segments, TokenLayout, from_jagged
 from rlloss.losses.batch import LabelFacts
+from rlloss.losses.chunk_kwargs import as_chunk
 from rlloss.losses.head_inputs import head_inputs
 from rlloss.losses.known_layout import KnownLayout, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
@@ -128,7 +129,7 @@ class BaseLossContext:
         Returns:
             `loss, (logits, extra)` of this rank, not reduced.
         """
-        part = type(self)(self.loss_cfg, loss_kwargs)
+        part = type(self)(self.loss_cfg, as_chunk(self, loss_kwargs))
         inputs = part._inputs(hidden_states, head_weight, head_bias)
         output = run_head("eager", inputs, self.loss_cfg.head_options(), part._objective())
         return output.loss, (output.logits, dict(output.metrics))

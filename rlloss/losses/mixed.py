@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field, SerializeAsAny, field_serializer, field_validator, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, field_serializer, field_validator, model_validator
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
-from rlloss.errors import BatchError, ConfigError, nearest
+from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadOptions, Objective, TokenStats
 from rlloss.layout import Segments
 from rlloss.losses.batch import packed_mapping
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken
+from rlloss.losses.mixed_parts import class_name, config_from_fields, with_shared
 from rlloss.losses.terms import LEVELS, Level
 from rlloss.losses.totals import Totals
 from rlloss.metrics import Metric, Sum
@@ -49,28 +50,39 @@ class MixedLossConfig(BaseLossConfig):
     """The losses by name; their order is that of `part_ids`. A dict names its class: {"loss": "CELossConfig", ...}."""
     coefs: dict[str, float] = Field(default_factory=dict)
     """Factors of parts, 1 where none is given."""
+    _given: dict[str, BaseLossConfig] = PrivateAttr(default_factory=dict)
+    """The parts as they were given, before the fields of the head were set in them."""
+    _shared: dict[str, BaseLossConfig] = PrivateAttr(default_factory=dict)
 
     @field_validator("parts", mode="before")
     @classmethod
     def _find_classes(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {name: _from_fields(part) if isinstance(part, Mapping) else part for name, part in given.items()}
+        return {name: config_from_fields(part) if isinstance(part, Mapping) else part for name, part in given.items()}
 
     @field_serializer("parts")
     def _name_classes(self, parts: dict[str, BaseLossConfig]) -> dict[str, Any]:
-        return {name: {"loss": type(part).__name__, **part.model_dump()} for name, part in parts.items()}
+        return {name: {"loss": class_name(type(part)), **part.model_dump()} for name, part in parts.items()}
 
     @model_validator(mode="after")
     def _check_parts(self) -> "MixedLossConfig":
         unknown = set(self.coefs) - set(self.parts)
         if unknown:
             raise ConfigError(f"coefs names {sorted(unknown)}, but the parts are {list(self.parts)}.")
+        if self.parts is not self._shared:
+            self._given = self.parts
         shared = {name: getattr(self, name) for name in _SHARED}
-        found = {name: _with_shared(name, part, shared) for name, part in self.parts.items()}
         # Not an assignment of the field: that would validate, and come back here.
-        self.__dict__["parts"] = found
+        self.__dict__["parts"] = {name: with_shared(name, part, shared) for name, part in self._given.items()}
+        self._shared = self.parts
         return self
+
+    def __eq__(self, other: object) -> bool:
+        # Not the private fields: how the parts were given does not matter.
+        return isinstance(other, MixedLossConfig) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def loss_ctx_cls(self) -> type["MixedLossContext"]:
@@ -113,38 +125,6 @@ class MixedLossConfig(BaseLossConfig):
             context.parts[name] = part.build(own, sp_mesh)
         kwargs.keep_mask = ids >= 0
         return context  # type: ignore[no-any-return]
-
-
-def _from_fields(fields: Mapping[str, Any]) -> BaseLossConfig:
-    """Makes a config out of its fields and the name of its class under "loss"."""
-    known: dict[str, type[BaseLossConfig]] = {}
-    found: list[type[BaseLossConfig]] = [BaseLossConfig]
-    for cls in found:
-        found += cls.__subclasses__()
-        known[cls.__name__] = cls
-    name = str(fields.get("loss"))
-    if name not in known:
-        raise ConfigError(f"a part names its class under 'loss'; got {name!r}.{nearest(name, known)}")
-    return known[name](**{field: value for field, value in fields.items() if field != "loss"})
-
-
-def _with_shared(name: str, part: BaseLossConfig, shared: Mapping[str, Any]) -> BaseLossConfig:
-    context = part.loss_ctx_cls
-    whole = ("forward", "loss_fn", "_objective", "build_batches")
-    if any(getattr(context, method) is not getattr(BaseLossContext, method) for method in whole):
-        raise ConfigError(
-            f"parts[{name!r}] is a {type(part).__name__}, which does not read log-probs of tokens alone. Add its "
-            f"loss to the mixed loss outside."
-        )
-    fields = type(part).model_fields
-    for field, value in shared.items():
-        own = getattr(part, field)
-        if own not in (fields[field].default, value):
-            raise ConfigError(
-                f"parts[{name!r}] sets {field}={own!r}, but there is one head for all parts: set it on MixedLossConfig."
-            )
-    given = {field: getattr(part, field) for field in fields}
-    return type(part)(**(given | dict(shared)))
 
 
 class MixedLossKwargs(BaseLossKwargs):
@@ -198,6 +178,9 @@ class MixedLossContext(BaseLossContext):
             )
         if totals is not None and not isinstance(totals, Mapping):
             raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
+        unknown = set(totals or ()) - set(loss_ctx_list[0].parts if loss_ctx_list else ())
+        if unknown:
+            raise BatchError(f"totals names {sorted(unknown)}, but the parts are {list(loss_ctx_list[0].parts)}.")
         first = loss_ctx_list[0]
         for name in first.parts:
             own = [context.parts[name] for context in loss_ctx_list]

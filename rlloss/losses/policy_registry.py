@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pydantic import Field
 from torch import Tensor
 
 from rlloss.errors import ConfigError, UnknownNameError, nearest
@@ -46,7 +47,7 @@ loss's own `selection` chose over the whole step."""
 class PolicyLossConfig(StrictModel):
     """Base of the typed configs of policy losses; also answers `cfg["field"]` and `cfg.get("field")`."""
 
-    loss_type: str = "vanilla"
+    loss_type: str = Field(default="vanilla", frozen=True)
     """Registered name, alias, or dotted import path of the policy loss."""
 
     def __getitem__(self, name: str) -> Any:

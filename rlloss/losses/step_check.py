@@ -27,7 +27,13 @@ def check_step(
             "build_batches got an empty list of contexts. A rank without data passes one context of ignored labels: "
             "loss_cfg.empty(like=batch)."
         )
-    terms: Sequence[Term] = contexts[0].loss_cfg.terms()
+    config = contexts[0].loss_cfg
+    if any(context.loss_cfg is not config and context.loss_cfg != config for context in contexts):
+        raise BatchError(
+            "the contexts of one step have different loss configs, but share their denominators. Build them all from "
+            "one config; several losses in one batch are a MixedLossConfig."
+        )
+    terms: Sequence[Term] = config.terms()
     if len(terms) > MAX_TERMS:
         raise ConfigError(f"the loss has {len(terms)} terms, at most {MAX_TERMS} can be counted.")
     _assign_offsets(contexts, cu_seq_lens_list)

@@ -85,12 +85,23 @@ def evaluate(terms: Sequence[Term], stats: NamedTuple, loss_kwargs: Any) -> tupl
                 f"{term.weight_name} is None: the token weights are not calibrated. Call build_batches on the list of "
                 f"all micro-batches of the optimiser step before forward."
             )
-        values, found = term.fn(stats, loss_kwargs)
+        own = _without_gradient(stats, weights == 0) if term.level == "token" else stats
+        values, found = term.fn(own, loss_kwargs)
         share = values if values.ndim == 0 else weighted_sum(values, weights)
         metrics.update(found)
         metrics[f"{term.name}_loss"] = Sum(share.detach().double())
         total = total + share.to(total.dtype)
     return total, metrics
+
+
+def _without_gradient(stats: Any, rows: Tensor) -> Any:
+    """Cuts the graph of tokens whose numbers count for nothing: 0 times a NaN derivative would be NaN."""
+    cut = {}
+    for name, part in stats._asdict().items():
+        if isinstance(part, Tensor) and part.requires_grad:
+            mask = rows.reshape(-1, *[1] * (part.ndim - 1))
+            cut[name] = torch.where(mask, part.detach(), part)
+    return stats._replace(**cut)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
