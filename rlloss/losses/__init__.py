@@ -31,7 +31,8 @@ from rlloss.losses.ppo import (
     PPOLossContext,
     PPOLossKwargs,
 )
-from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext, BaseRLLossKwargs
+from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext
+from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.rollout_is import RolloutImportanceSampling
 from rlloss.losses.selection import StepTokens
 from rlloss.losses.terms import Term

@@ -17,7 +17,8 @@ from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field
 from rlloss.losses.kwargs import PerToken, TokenTensor
 from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_policy_loss
-from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext, BaseRLLossKwargs
+from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext
+from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.selection import spread, step_tokens
 from rlloss.losses.terms import Term
 from rlloss.metrics import EffectiveSampleSize, Metric, max_of, mean_of, min_of, moments_of
@@ -91,10 +92,13 @@ class GRPOLossConfig(BaseRLLossConfig):
 
     def terms(self) -> tuple[Term, ...]:
         """Policy, KL and entropy."""
+        return (self._policy_term(), *self.shared_terms())
+
+    def _policy_term(self) -> Term:
         loss = self.policy_loss
         level = loss.level(self.policy_loss_cfg)
         level = "step" if level == "token" and self.top_entropy_quantile < 1.0 else level
-        policy = Term(
+        return Term(
             "policy",
             self._policy,
             level="sequence" if self.off_policy_limit is not None else level,
@@ -103,7 +107,6 @@ class GRPOLossConfig(BaseRLLossConfig):
             factor_field=None if "is_weights" in loss.needs else "is_weights",
             loss_length=self.loss_length,
         )
-        return (policy, *self.shared_terms())
 
     def _entropy_term(self) -> Term:
         term = super()._entropy_term()
@@ -112,7 +115,7 @@ class GRPOLossConfig(BaseRLLossConfig):
     def _policy(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Calls the policy loss with what its signature asks for, and adds the metrics of the ratio."""
         loss = self.policy_loss
-        old = loss_kwargs.old_logprobs
+        old = self.old_of(loss_kwargs)
         old = stats.log_prob.detach() if old is None else old
         advantages = loss_kwargs.advantages.to(stats.log_prob.dtype)
         keep = self._kept(stats, loss_kwargs, old, advantages)
@@ -196,14 +199,17 @@ class GRPOLossContext(BaseRLLossContext):
     def needed(self) -> tuple[str, ...]:
         """Old log-probs unless on policy, and what the policy loss, its selection and the KL term ask for."""
         cfg, asked = self.loss_cfg, self.loss_cfg.policy_loss.needs
-        ratio = "old_log_prob" in asked or cfg.off_policy_limit is not None
-        names = ["old_logprobs"] if ratio and not cfg.on_policy else []
-        names += ["ref_logprobs"] if "ref_log_prob" in asked else []
+        names = ["ref_logprobs"] if "ref_log_prob" in asked else []
         names += ["rollout_logprobs"] if "rollout_log_prob" in asked else []
         names += ["selection_entropy"] if cfg.top_entropy_quantile < 1.0 else []
         if cfg.policy_loss.selection is not None and self.loss_kwargs.old_logprobs is None:
             names.append("selection_logprobs")
-        return tuple(dict.fromkeys((*names, *super().needed())))
+        return tuple(dict.fromkeys((*super().needed(), *names)))
+
+    def _has_ratio(self) -> bool:
+        cfg = self.loss_cfg
+        asks = "old_log_prob" in cfg.policy_loss.needs or cfg.off_policy_limit is not None
+        return asks or super()._has_ratio()
 
     def check(self) -> None:
         """Checks the tensors of the selections as well."""

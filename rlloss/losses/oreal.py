@@ -1,6 +1,7 @@
 """OREAL: the policy loss on positive and negative samples, each with its own denominator, SFT on positive ones."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,19 +65,9 @@ class OrealLossConfig(GRPOLossConfig):
         )
 
     def _policy_on(self, name: str, mask: Callable[[Any], Tensor], coef: float) -> Term:
-        loss = self.policy_loss
-        return Term(
-            name,
-            self._restricted(mask),
-            level=loss.level(self.policy_loss_cfg),
-            mask=mask,
-            reduction=self.loss_reduction,
-            coef=coef,
-            needs_entropy="entropy" in loss.needs,
-            factor_field=None if "is_weights" in loss.needs else "is_weights",
-            loss_length=self.loss_length,
-            weight_field="policy_loss_weight",
-        )
+        own: TermFn = self._restricted(mask)
+        term = self._policy_term()
+        return replace(term, name=name, fn=own, mask=mask, coef=coef, weight_field="policy_loss_weight")
 
     def _restricted(self, mask: Callable[[Any], Tensor]) -> TermFn:
         def policy(stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -17,9 +17,9 @@ from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field, offsets_of, refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
-from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
+from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.rollout_is import RolloutImportanceSampling
-from rlloss.losses.rollout_step import RolloutOutcome, is_current, normalize_step, rollout_outcome
+from rlloss.losses.rollout_step import RolloutOutcome, check_policy, is_current, normalize_step, rollout_outcome
 from rlloss.losses.terms import Reduction, Term
 from rlloss.metrics import Metric, mean_of
 
@@ -73,6 +73,11 @@ class BaseRLLossConfig(BaseLossConfig):
             )
         return self
 
+    def old_of(self, loss_kwargs: Any) -> Tensor | None:
+        """Returns the log-probs that the ratio is taken against; None: those of the current policy."""
+        missing = loss_kwargs.old_logprobs is None and self.rollout_is.policy == "current"
+        return loss_kwargs.rollout_logprobs if missing else loss_kwargs.old_logprobs  # type: ignore[no-any-return]
+
     def shared_terms(self) -> tuple[Term, ...]:
         """The terms KL and entropy, where they are switched on."""
         terms = []
@@ -105,7 +110,8 @@ class BaseRLLossConfig(BaseLossConfig):
     def _kl(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         kl = kl_penalty(stats.log_prob, loss_kwargs.ref_logprobs, self.kl_loss_type or "k3", self.kl_value_cap)
         if self.kl_importance is not None:
-            old = stats.log_prob.detach() if loss_kwargs.old_logprobs is None else loss_kwargs.old_logprobs
+            old = self.old_of(loss_kwargs)
+            old = stats.log_prob.detach() if old is None else old
             kl = kl * bounded_ratio(log_ratio_of(stats.log_prob, old, stats.segments, self.kl_importance))
         return kl, {"kl": mean_of(kl)}
 
@@ -113,33 +119,6 @@ class BaseRLLossConfig(BaseLossConfig):
 def _entropy(stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
     assert stats.entropy is not None
     return stats.entropy, {}
-
-
-class BaseRLLossKwargs(BaseLossKwargs):
-    """Tensors of losses on a policy, all `[B, T]` and aligned with the labels.
-
-    Attributes:
-        advantages: Advantages; a batch may give one for each sequence.
-        old_logprobs: Log-probs of the policy that the ratio is taken against, nats.
-        ref_logprobs: Log-probs of the reference policy, nats.
-        rollout_logprobs: Log-probs of the sampling engine, nats.
-        selection_logprobs: Log-probs of the current policy at the start of the step, for choices that it makes, nats;
-            None: the old ones, equal to them in the first update of a step.
-        is_weights: Importance weights of the policy term (`rollout_is_weights` in a batch).
-        policy_loss_weight: Token weights of the policy term, coefficient and importance weights included.
-        kl_loss_weight: Token weights of the KL term, its coefficient included.
-        entropy_loss_weight: Token weights of the entropy term, its coefficient included.
-    """
-
-    advantages: Annotated[Tensor, PerToken(spread=True)]
-    old_logprobs: TokenTensor = None
-    ref_logprobs: TokenTensor = None
-    rollout_logprobs: TokenTensor = None
-    selection_logprobs: TokenTensor = None
-    is_weights: Annotated[Tensor | None, PerToken(1.0, spread=True, key="rollout_is_weights")] = None
-    policy_loss_weight: TokenTensor = None
-    kl_loss_weight: TokenTensor = None
-    entropy_loss_weight: TokenTensor = None
 
 
 _LOG_PROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "selection_logprobs")
@@ -154,14 +133,18 @@ class BaseRLLossContext(BaseLossContext):
     def __init__(self, loss_cfg: Any, loss_kwargs: Any) -> None:
         super().__init__(loss_cfg, loss_kwargs)
         self._rollout: RolloutOutcome | None = None
-        self._own_weights: Tensor | None = None
 
     def needed(self) -> tuple[str, ...]:
         """Names of the log-probs that the loss cannot do without."""
-        if not any(term.name == "kl" for term in self.loss_cfg.terms()):
-            return ()
-        ratio = self.loss_cfg.kl_importance is not None and not self.loss_cfg.on_policy
-        return ("ref_logprobs", "old_logprobs") if ratio else ("ref_logprobs",)
+        names = ["old_logprobs"] if self._has_ratio() and not self.loss_cfg.on_policy else []
+        return (*names, "ref_logprobs") if self._has_kl() else tuple(names)
+
+    def _has_kl(self) -> bool:
+        return any(term.name == "kl" for term in self.loss_cfg.terms())
+
+    def _has_ratio(self) -> bool:
+        """Whether a term reads the old log-probs, where there are any."""
+        return self.loss_cfg.kl_importance is not None and self._has_kl()
 
     def check(self) -> None:
         """Checks tensors that may have been set after `build`.
@@ -170,14 +153,15 @@ class BaseRLLossContext(BaseLossContext):
             BatchError: A tensor is missing, has another shape, or is NaN while `check_finite` is on.
         """
         kwargs = self.loss_kwargs
-        if self.loss_cfg.rollout_is.policy == "current" and kwargs.old_logprobs is None:
-            kwargs.old_logprobs = kwargs.rollout_logprobs
-        missing = [name for name in self.needed() if getattr(kwargs, name) is None]
+        present = {**dict(kwargs), "old_logprobs": self.loss_cfg.old_of(kwargs)}
+        missing = [name for name in self.needed() if present[name] is None]
         if missing:
             raise BatchError(
                 f"{type(self.loss_cfg).__name__} needs {', '.join(missing)}. Put it into the batch, or set it on "
                 f"ctx.loss_kwargs before build_batches" + self._way_out(missing) + "."
             )
+        if self._corrects():
+            check_policy(self)
         used = self._used()
         for name in (*used, "advantages", "is_weights"):
             check_field(kwargs, name)
@@ -232,25 +216,23 @@ class BaseRLLossContext(BaseLossContext):
             self._rollout = rollout_outcome(self, None)
         return self._rollout.mismatch, self._rollout.metrics
 
-    def set_is_weights(self, weights: Tensor) -> None:
-        """Sets importance weights that were computed here, as distinct from given ones, which are left alone."""
-        self.loss_kwargs.is_weights = self._own_weights = weights
-
     def _corrects(self) -> bool:
         """Whether the rules are to be applied: there are some, and numbers for them, and no weights were given."""
         kwargs = self.loss_kwargs
-        given = kwargs.is_weights is not None and kwargs.is_weights is not self._own_weights
+        given = kwargs.given_weights is not None
         return bool(self.loss_cfg.rollout_is.compiled()) and kwargs.rollout_logprobs is not None and not given
 
     def _correct_rollout(self, leaves: Tensor | None) -> Tensor | None:
+        kwargs = self.loss_kwargs
         if not self._corrects():
+            kwargs.is_weights = kwargs.given_weights
             self._warn_uncorrected()
             self._rollout, self._step_metrics = None, {}
             return leaves
         if not is_current(self._rollout, self):
             self._rollout = rollout_outcome(self, leaves)
         assert self._rollout is not None
-        self.set_is_weights(self._rollout.weights)
+        kwargs.set_computed_weights(self._rollout.weights)
         self._step_metrics = {**self._rollout.mismatch, **self._rollout.metrics}
         return self._rollout.rejected if leaves is None else leaves | self._rollout.rejected
 
@@ -260,11 +242,16 @@ class BaseRLLossContext(BaseLossContext):
             warnings.warn("rollout_is has rules, but the batch has no rollout_logprobs: none applies.", stacklevel=2)
 
     def _uses(self, name: str) -> bool:
-        corrected = ("rollout_logprobs", "selection_logprobs" if self._by_current() else "old_logprobs")
-        return name in self.needed() or (self._corrects() and name in corrected)
+        current = self.loss_cfg.rollout_is.policy == "current"
+        corrected = ("rollout_logprobs", "selection_logprobs" if current else "old_logprobs")
+        return name in self.needed() or name == self._ratio_field() or (self._corrects() and name in corrected)
 
-    def _by_current(self) -> bool:
-        return self.loss_cfg.rollout_is.policy == "current" and self.loss_kwargs.selection_logprobs is not None
+    def _ratio_field(self) -> str | None:
+        """The field that `old_of` reads where a term has a ratio, needed or not."""
+        if not self._has_ratio():
+            return None
+        stands_in = self.loss_kwargs.old_logprobs is None and self.loss_cfg.rollout_is.policy == "current"
+        return "rollout_logprobs" if stands_in else "old_logprobs"
 
     def _way_out(self, missing: list[str]) -> str:
         return ", or set on_policy=True" if "old_logprobs" in missing else ""

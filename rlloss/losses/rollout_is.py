@@ -46,7 +46,8 @@ class RolloutImportanceSampling(StrictModel):
     """More rules, applied with those of the fields above."""
     policy: Literal["old", "current"] = "old"
     """Whose ratio to the sampling engine is looked at: that of old_logprobs, or of selection_logprobs (the current
-    policy before the step; verl's bypass mode). With "current" a missing old_logprobs is rollout_logprobs."""
+    policy before the step, which must be given; verl's bypass mode). With "current" rollout_logprobs are read in place
+    of old_logprobs that are missing."""
     normalize_weights: bool = False
     """Divide the weights by their mean over the whole step (one more collective); over sequences where the level is not
     token. A mean of at most 1e-8 is left alone."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlloss.distributed import Group, all_reduce_sum
 from rlloss.errors import BatchError
-from rlloss.functional.rollout import correct_rollout, mismatch_metrics
+from rlloss.functional.rollout import RolloutRule, correct_rollout, mismatch_metrics
 from rlloss.layout import exchange_sizes, token_layout
 from rlloss.metrics import Metric
 
@@ -20,6 +20,7 @@ class RolloutOutcome:
 
     Attributes:
         sources: The tensors that it was computed from, and their versions; a changed one outdates it.
+        rules: The rules that were applied; others outdate it.
         weights: `[B, T]`, importance weights before they are normalised over the step; 1 at ignored positions.
         rejected: `[B, T]` bool, tokens that leave the step.
         mismatch: Metrics of the two policies' distance.
@@ -28,6 +29,7 @@ class RolloutOutcome:
     """
 
     sources: tuple[tuple[Tensor | None, int], ...]
+    rules: tuple[RolloutRule, ...]
     weights: Tensor
     rejected: Tensor
     mismatch: dict[str, Metric]
@@ -46,22 +48,18 @@ def rollout_outcome(context: Any, leaves: Tensor | None) -> RolloutOutcome:
         BatchError: The log-probs of the trainer's policy are missing.
     """
     kwargs, cfg = context.loss_kwargs, context.loss_cfg
-    train, rollout = policy_log_probs(context), kwargs.rollout_logprobs
-    if train is None:
-        raise BatchError(
-            f"{type(cfg).__name__}: rollout_is compares rollout_logprobs with old_logprobs, which are missing. Put "
-            f"them into the batch, or set them on ctx.loss_kwargs before build_batches; on_policy=True does not "
-            f"replace them. For rejection by the current policy set rollout_is.policy='current'."
-        )
+    train, rollout = check_policy(context), kwargs.rollout_logprobs
     counts = kwargs.shifted_labels != cfg.ignore_idx
     counts = counts if leaves is None else counts & ~leaves
     layout = token_layout(counts, kwargs.cu_seq_lens, int(counts.sum()), kwargs.shard)
     segments, _ = exchange_sizes([(layout.segments, [])])[0]
     old, new = layout.take(train).double(), layout.take(rollout).double()
-    found = correct_rollout(old - new, segments, cfg.rollout_is.compiled())
+    rules = cfg.rollout_is.compiled()
+    found = correct_rollout(old - new, segments, rules)
     dtype = torch.float64 if torch.float64 in (train.dtype, rollout.dtype) else torch.float32
     return RolloutOutcome(
         sources=_sources(context),
+        rules=rules,
         weights=layout.put(found.weights.to(dtype), fill=1.0),
         rejected=layout.put((~found.keep).to(torch.uint8)) != 0,
         mismatch=mismatch_metrics(old, new, segments),
@@ -70,17 +68,35 @@ def rollout_outcome(context: Any, leaves: Tensor | None) -> RolloutOutcome:
     )
 
 
-def policy_log_probs(context: Any) -> Tensor | None:
-    """Returns the log-probs of the policy that the sampling engine is compared with."""
-    kwargs = context.loss_kwargs
-    if context.loss_cfg.rollout_is.policy == "current" and kwargs.selection_logprobs is not None:
-        return kwargs.selection_logprobs  # type: ignore[no-any-return]
-    return kwargs.old_logprobs  # type: ignore[no-any-return]
+def check_policy(context: Any) -> Tensor:
+    """Returns the log-probs of the policy that the sampling engine is compared with.
+
+    Raises:
+        BatchError: They are missing.
+    """
+    kwargs, name = context.loss_kwargs, type(context.loss_cfg).__name__
+    current = context.loss_cfg.rollout_is.policy == "current"
+    found: Tensor | None = kwargs.selection_logprobs if current else kwargs.old_logprobs
+    if found is not None:
+        return found
+    put = "into the batch, or set them on ctx.loss_kwargs before build_batches"
+    if current:
+        raise BatchError(
+            f"{name}: rollout_is.policy='current' compares rollout_logprobs with selection_logprobs, which are "
+            f"missing. Put the log-probs of the current policy before the step {put}; policy='old' takes "
+            f"old_logprobs instead."
+        )
+    raise BatchError(
+        f"{name}: rollout_is compares rollout_logprobs with old_logprobs, which are missing. Put them {put}; "
+        f"on_policy=True does not replace them. For rejection by the current policy set rollout_is.policy='current'."
+    )
 
 
 def is_current(outcome: RolloutOutcome | None, context: Any) -> bool:
-    """Tells whether an outcome was computed from the tensors that the context holds now."""
-    return outcome is not None and all(
+    """Tells whether an outcome was computed from the tensors and the rules that the context holds now."""
+    if outcome is None or outcome.rules != context.loss_cfg.rollout_is.compiled():
+        return False
+    return all(
         before[0] is now[0] and before[1] == now[1]
         for before, now in zip(outcome.sources, _sources(context), strict=True)
     )
@@ -103,7 +119,7 @@ def normalize_step(contexts: Sequence[Any], like: Tensor, group: Group) -> None:
     factor = torch.where(mean > 1e-8, 1.0 / mean.clamp(min=1e-300), 1.0)
     for context in corrected:
         weights = context._rollout.weights
-        context.set_is_weights((weights.double() * factor).to(weights.dtype))
+        context.loss_kwargs.set_computed_weights((weights.double() * factor).to(weights.dtype))
 
 
 def _sources(context: Any) -> tuple[tuple[Tensor | None, int], ...]:
@@ -111,7 +127,8 @@ def _sources(context: Any) -> tuple[tuple[Tensor | None, int], ...]:
     tensors = (
         kwargs.shifted_labels,
         kwargs.rollout_logprobs,
-        policy_log_probs(context),
+        kwargs.old_logprobs,
+        kwargs.selection_logprobs,
         kwargs.ref_logprobs,
         kwargs.cu_seq_lens,
     )

@@ -109,7 +109,7 @@ def step_tokens(contexts: Sequence[Any], like: Tensor, group: Group) -> StepToke
     columns: dict[str, list[Tensor]] = {name: [] for name in ("log_prob", "old", "advantages", "entropy", "keys")}
     for context in contexts:
         kwargs, layout = context.loss_kwargs, context.layout
-        given = (kwargs.selection_logprobs, kwargs.old_logprobs)
+        given = (kwargs.selection_logprobs, context.loss_cfg.old_of(kwargs))
         # A choice by entropy alone needs no log-probs; each of the two stands in for the other.
         either = next((one for one in given if one is not None), torch.zeros_like(kwargs.advantages))
         for name, one in zip(("log_prob", "old"), given, strict=True):

@@ -74,7 +74,8 @@ class _ReportsRatios(_Reports):
     def token_loss(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """The sum of the terms, and counts of ratios outside of the clip bounds."""
         loss, metrics = super().token_loss(stats, loss_kwargs)  # type: ignore[misc]
-        old = stats.log_prob.detach() if loss_kwargs.old_logprobs is None else loss_kwargs.old_logprobs
+        old = self.loss_cfg.old_of(loss_kwargs)
+        old = stats.log_prob.detach() if old is None else old
         return loss, {**metrics, **ratio_counts(stats.log_prob, old, self.loss_cfg.policy_loss_cfg)}
 
     def compute_rollout_is(

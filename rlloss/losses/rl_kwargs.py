@@ -1,0 +1,70 @@
+"""The tensors of losses on a policy, and whether their importance weights were given or computed."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import PrivateAttr
+from torch import Tensor
+
+from rlloss.errors import BatchError
+from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
+
+K = TypeVar("K", bound="BaseRLLossKwargs")
+
+
+class BaseRLLossKwargs(BaseLossKwargs):
+    """Tensors of losses on a policy, all `[B, T]` and aligned with the labels.
+
+    Attributes:
+        advantages: Advantages; a batch may give one for each sequence.
+        old_logprobs: Log-probs of the policy that the ratio is taken against, nats.
+        ref_logprobs: Log-probs of the reference policy, nats.
+        rollout_logprobs: Log-probs of the sampling engine, nats.
+        selection_logprobs: Log-probs of the current policy at the start of the step, for choices that it makes, nats;
+            None: the old ones, equal to them in the first update of a step.
+        is_weights: Importance weights of the policy term (`rollout_is_weights` in a batch).
+        policy_loss_weight: Token weights of the policy term, coefficient and importance weights included.
+        kl_loss_weight: Token weights of the KL term, its coefficient included.
+        entropy_loss_weight: Token weights of the entropy term, its coefficient included.
+    """
+
+    advantages: Annotated[Tensor, PerToken(spread=True)]
+    old_logprobs: TokenTensor = None
+    ref_logprobs: TokenTensor = None
+    rollout_logprobs: TokenTensor = None
+    selection_logprobs: TokenTensor = None
+    is_weights: Annotated[Tensor | None, PerToken(1.0, spread=True, key="rollout_is_weights")] = None
+    policy_loss_weight: TokenTensor = None
+    kl_loss_weight: TokenTensor = None
+    entropy_loss_weight: TokenTensor = None
+
+    # Travels with every copy (`to`, `cat`, `take`), which the identity of a tensor does not.
+    _computed_weights: bool = PrivateAttr(default=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "is_weights":
+            self._computed_weights = False
+
+    @property
+    def given_weights(self) -> Tensor | None:
+        """The importance weights, unless `build_batches` computed them; it leaves given ones alone."""
+        return None if self._computed_weights else self.is_weights
+
+    def set_computed_weights(self, weights: Tensor | None) -> None:
+        """Sets importance weights that were computed here, and are computed anew by the next `build_batches`."""
+        self.is_weights = weights
+        self._computed_weights = weights is not None
+
+    @classmethod
+    def cat(cls: type[K], chunks: list[K]) -> K:
+        """Joins packed rows along T; see `BaseLossKwargs.cat`.
+
+        Raises:
+            BatchError: A field is set in some of the chunks only, or importance weights are given in some only.
+        """
+        if len({chunk._computed_weights for chunk in chunks}) > 1:
+            raise BatchError(
+                f"{cls.__name__}.cat: is_weights were given in some of the chunks, and computed by build_batches in "
+                f"the others. Give them in all, or in none."
+            )
+        return super().cat(chunks)
