@@ -1,6 +1,6 @@
 """From a user's batch mapping to kwargs: every check of a batch, and the one host read of `build`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.layout import Shard, from_jagged, jagged_offsets, spread_over_tokens
-from rlloss.losses.kwargs import BaseLossKwargs, Offsets, PerSequence, PerToken
+from rlloss.layout import Shard, from_jagged, jagged_offsets
+from rlloss.losses.fields import RowShape, as_field, as_labels, as_offsets
+from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 
 K = TypeVar("K", bound=BaseLossKwargs)
 
@@ -27,13 +28,13 @@ def kwargs_of(cls: type[K], data: Mapping[str, Any], shard: Shard | None = None)
     """
     present = packed_mapping(data)
     _require(cls, present)
-    labels = _labels(present["shifted_labels"])
+    labels = as_labels(present["shifted_labels"])
     offsets = _offsets(present, labels)
     fields: dict[str, Any] = {"shifted_labels": labels, "cu_seq_lens": offsets}
     for name in cls.model_fields:
         key = batch_key(cls, name)
         if name not in (*fields, "shard") and key in present:
-            fields[name] = _field(cls, name, present[key], _Shape(labels, offsets, shard))
+            fields[name] = as_field(cls, name, key, present[key], RowShape(labels, offsets, shard))
     return cls(**fields)
 
 
@@ -66,22 +67,68 @@ def batch_key(cls: type[BaseLossKwargs], name: str) -> str:
     return role.key if isinstance(role, PerToken) and role.key else name
 
 
-def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
-    """Checks a per-token tensor that was set after `build`.
+def check_rows(loss_kwargs: BaseLossKwargs) -> None:
+    """Reads labels and offsets that may have been set after `build` as `build` reads them.
 
     Raises:
-        BatchError: Its shape is not that of the labels.
+        BatchError: They do not fit.
     """
-    value, shard = getattr(loss_kwargs, name), loss_kwargs.shard
-    if isinstance(value, Tensor) and value.is_nested:
-        value = from_jagged(value).detach()
-        setattr(loss_kwargs, name, value)
-    if isinstance(value, Tensor) and value.shape[:2] != loss_kwargs.shifted_labels.shape:
-        whole = "" if shard is None else f" (this rank's part) or T={shard.length} (whole rows)"
+    labels, offsets = as_labels(loss_kwargs.shifted_labels), loss_kwargs.cu_seq_lens
+    _replace(loss_kwargs, "shifted_labels", labels)
+    _replace(loss_kwargs, "cu_seq_lens", None if offsets is None else as_offsets(offsets, labels))
+
+
+def check_fields(loss_kwargs: BaseLossKwargs, computed: Collection[str]) -> None:
+    """Reads every tensor that may have been set after `build` as `build` reads it.
+
+    Args:
+        loss_kwargs: The kwargs; a tensor that has another form than `build` gives it is replaced, never written into.
+        computed: Fields that are about to be computed anew, whatever they hold.
+
+    Raises:
+        BatchError: A field is no tensor, or has the wrong shape, type or device.
+    """
+    check_rows(loss_kwargs)
+    cls = type(loss_kwargs)
+    for name in cls.model_fields:
+        if name not in ("shifted_labels", *computed) and isinstance(cls.role(name), (PerToken, PerSequence)):
+            _read_late(loss_kwargs, name)
+
+
+def check_field(loss_kwargs: BaseLossKwargs, name: str) -> None:
+    """Checks one per-token tensor, which must have the shape of the labels by now.
+
+    Raises:
+        BatchError: It does not fit.
+    """
+    _read_late(loss_kwargs, name)
+    value, labels = getattr(loss_kwargs, name), loss_kwargs.shifted_labels
+    if value is not None and value.shape[:2] != labels.shape:
         raise BatchError(
-            f"{name} has shape {tuple(value.shape)}, expected {tuple(loss_kwargs.shifted_labels.shape)}, the shape of "
-            f"shifted_labels{whole}."
+            f"{name} has shape {tuple(value.shape)}, expected {tuple(labels.shape)}, the shape of shifted_labels. Call "
+            f"build_batches first: it splits whole rows over the ranks."
         )
+
+
+def _read_late(loss_kwargs: BaseLossKwargs, name: str) -> None:
+    value, cls = getattr(loss_kwargs, name), type(loss_kwargs)
+    if value is None:
+        if cls.model_fields[name].is_required():
+            raise BatchError(f"{name} is None, but {cls.__name__} requires it.")
+        return
+    shape = RowShape(loss_kwargs.shifted_labels, loss_kwargs.cu_seq_lens, loss_kwargs.shard)
+    if isinstance(value, Tensor) and value.is_nested:
+        rows = jagged_offsets(value).tolist()
+        if rows != shape.bounds:
+            raise BatchError(f"{name} is jagged with the offsets {rows}, but those of the labels are {shape.bounds}.")
+        value = from_jagged(value)
+    _replace(loss_kwargs, name, as_field(cls, name, name, value, shape))
+
+
+def _replace(loss_kwargs: BaseLossKwargs, name: str, value: Any) -> None:
+    """Assigns a field where it is another; whoever remembers a tensor knows it by its identity."""
+    if value is not getattr(loss_kwargs, name):
+        setattr(loss_kwargs, name, value)
 
 
 def refuse_nan(loss_kwargs: BaseLossKwargs, names: Sequence[str], ignore_idx: int) -> None:
@@ -178,94 +225,10 @@ def _require(cls: type[BaseLossKwargs], present: Mapping[str, Any]) -> None:
         )
 
 
-def _labels(labels: Any) -> Tensor:
-    if not isinstance(labels, Tensor) or labels.ndim != 2:
-        given = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
-        raise BatchError(f"shifted_labels is {given}, expected an integer tensor [B, T] (packed: [1, T]).")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise BatchError(f"shifted_labels has dtype {labels.dtype}, expected an integer type.")
-    return labels
-
-
 def _offsets(present: Mapping[str, Any], labels: Tensor) -> Tensor | None:
     offsets = present.get("cu_seq_lens")
     if offsets is None and "num_tokens" in present:
         offsets = offsets_of(torch.as_tensor(present["num_tokens"], device=labels.device))
     if offsets is None:
         return None
-    offsets = torch.as_tensor(offsets, device=labels.device).reshape(-1).to(torch.int32)
-    if offsets.shape[0] < 2:
-        raise BatchError(f"cu_seq_lens has {offsets.shape[0]} entries, expected at least 2: the start 0 and an end.")
-    if labels.shape[0] != 1:
-        raise BatchError(
-            f"cu_seq_lens or num_tokens goes with one packed row [1, T], but shifted_labels has shape "
-            f"{tuple(labels.shape)}. Drop it for padded rows, or pack the rows."
-        )
-    return offsets
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What the tensors of a batch must fit: its whole labels, offsets, and the part of the rows that is kept."""
-
-    labels: Tensor
-    offsets: Tensor | None
-    shard: Shard | None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return int(self.labels.shape[0]), int(self.labels.shape[1])
-
-    def fits(self, value: Tensor, length: int, wide: bool) -> bool:
-        """Whether a tensor is `[B, length]`, or `[B, length, K]` where wide."""
-        return tuple(value.shape[:2]) == (self.rows[0], length) and value.ndim == (3 if wide else 2)
-
-    @property
-    def sequences(self) -> int:
-        return self.rows[0] if self.offsets is None else int(self.offsets.shape[0]) - 1
-
-
-def _field(cls: type[BaseLossKwargs], name: str, value: Any, shape: _Shape) -> Any:
-    role = cls.role(name)
-    if not isinstance(value, Tensor):
-        if isinstance(role, (PerToken, PerSequence)):
-            raise BatchError(f"{batch_key(cls, name)} is a {type(value).__name__}, expected a tensor.")
-        return value
-    if isinstance(role, Offsets):
-        return value
-    if value.device != shape.labels.device:
-        raise BatchError(
-            f"{batch_key(cls, name)} is on {value.device}, but shifted_labels is on {shape.labels.device}. "
-            f"Move the batch to one device."
-        )
-    value = value.detach()
-    if isinstance(role, PerSequence):
-        if tuple(value.shape) != (shape.sequences,):
-            raise BatchError(
-                f"{batch_key(cls, name)} has shape {tuple(value.shape)}, expected ({shape.sequences},), one "
-                f"for each sequence."
-            )
-        return value
-    return _per_token(batch_key(cls, name), role, value, shape) if isinstance(role, PerToken) else value
-
-
-def _per_token(key: str, role: PerToken, value: Tensor, shape: _Shape) -> Tensor:
-    if role.kind == "mask":
-        value = value != 0
-    elif role.kind == "id":
-        if value.is_floating_point() or value.dtype == torch.bool:
-            raise BatchError(f"{key} has dtype {value.dtype}, expected an integer type.")
-        value = value.long()
-    elif not value.is_floating_point():
-        value = value.float()
-    if shape.fits(value, shape.rows[1], role.wide):
-        return value
-    if role.spread and tuple(value.shape) in ((shape.sequences,), (shape.sequences, 1)):
-        return spread_over_tokens(value.reshape(-1), shape.rows, shape.offsets)
-    options = f"{(*shape.rows, 'K') if role.wide else shape.rows}"
-    options += f" or ({shape.sequences},), one for each sequence" if role.spread else ""
-    if shape.shard is not None:
-        if shape.fits(value, shape.shard.local_length, role.wide):
-            return value
-        options += f" or T={shape.shard.local_length}, this rank's part of the rows"
-    raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape.rows}.")
+    return as_offsets(offsets, labels)

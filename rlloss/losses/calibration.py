@@ -147,7 +147,9 @@ def _count(
     Where all that the terms divide by is given, nothing is summed. A prompt reduction sums its tokens of each prompt
     in a second collective, once no rank has an error.
     """
-    device = contexts[0].loss_kwargs.shifted_labels.device if contexts else torch.device("cpu")
+    # The labels come first; what was set in their place may have been refused for being no tensor.
+    tensors = contexts[0].loss_kwargs.tensors().values() if contexts else ()
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     head = facts_of(contexts, problem, device)
     local = [sum((_counts_of(part[index]) for part in parts), head.new_zeros(3)) for index in range(len(terms))]
     vector = torch.cat([head, *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])

@@ -11,7 +11,6 @@ from rlloss.functional.bounds import bound
 from rlloss.functional.distill import forward_kl_topk
 from rlloss.functional.kl import kl_penalty, resolve_kl_kind
 from rlloss.heads import TokenStats
-from rlloss.losses.batch import check_field
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
@@ -120,8 +119,6 @@ class DistillLossContext(BaseLossContext):
         missing = [name for name in names if getattr(kwargs, name) is None]
         if missing:
             raise BatchError(f"DistillLossConfig(kind={self.loss_cfg.kind!r}) needs {', '.join(missing)} in the batch.")
-        for name in names:
-            check_field(kwargs, name)
         if topk:
             ids, teacher = kwargs.teacher_topk_ids, kwargs.teacher_topk_logprobs
             assert ids is not None and teacher is not None

@@ -2,52 +2,78 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout, token_layout
-from rlloss.losses.batch import LabelFacts, read_labels
+from rlloss.losses.batch import LabelFacts, check_rows, read_labels
 from rlloss.losses.kwargs import BaseLossKwargs
 
 
 @dataclass(frozen=True)
+class _Seen:
+    """A tensor that was read, or None, and how to tell whether it still holds the same numbers."""
+
+    tensor: Tensor | None
+    version: int
+    copy: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> "_Seen":
+        if tensor is None:
+            return cls(None, 0, None)
+        # An inference tensor does not count its changes: only its numbers tell.
+        return cls(tensor, 0, tensor.clone()) if tensor.is_inference() else cls(tensor, tensor._version, None)
+
+    def is_still(self, tensor: Tensor | None) -> bool:
+        if tensor is not self.tensor:
+            return False
+        if tensor is None:
+            return True
+        return tensor._version == self.version if self.copy is None else torch.equal(tensor, self.copy)
+
+
+@dataclass(frozen=True)
 class KnownLayout:
-    """Facts about the tensors they were read from; outdated as soon as one of these is another.
+    """Facts about the tensors they were read from; outdated as soon as one of these is another, or changed in place.
 
     Attributes:
         labels: The labels.
         keep_mask: The tokens that calibration kept, or None.
         offsets: The offsets of packed sequences, or None.
-        version: Version of the labels.
         facts: Range and number of the labels.
         layout: Where the tokens that count stand.
     """
 
-    labels: Tensor
-    keep_mask: Tensor | None
-    offsets: Tensor | None
-    version: int
+    labels: _Seen
+    keep_mask: _Seen
+    offsets: _Seen
     facts: LabelFacts
     layout: TokenLayout
 
 
 def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout | None) -> KnownLayout:
-    """Returns what is known where it is still true, else reads it: one host synchronisation, two with a keep mask."""
+    """Returns what is known where it is still true, else reads it: one host synchronisation, two with a keep mask.
+
+    Labels and offsets that are inference tensors cost one more each time: they are compared with what was read.
+    """
+    check_rows(loss_kwargs)
     labels, keep, offsets = loss_kwargs.shifted_labels, loss_kwargs.keep_mask, loss_kwargs.cu_seq_lens
-    version = 0 if labels.is_inference() else labels._version
-    same_labels = known is not None and known.labels is labels and known.version == version
-    if known is not None and same_labels and known.keep_mask is keep and known.offsets is offsets:
+    same_rows = known is not None and known.labels.is_still(labels) and known.offsets.is_still(offsets)
+    if known is not None and same_rows and known.keep_mask.is_still(keep):
         return known
     if loss_kwargs.shard is not None and loss_kwargs.shard.group is None:
         raise BatchError(
             "this context was pickled and has lost its sequence-parallel group. Call build_batches with sp_mesh=... in "
             "the process that uses it."
         )
-    facts = known.facts if known is not None and same_labels and known.offsets is offsets else None
+    facts = known.facts if known is not None and same_rows else None
     facts = facts or read_labels(labels, ignore_idx, offsets, loss_kwargs.shard)
     mask = labels != ignore_idx
     count = facts.count
     if keep is not None:
         mask = mask & keep
         count = int(mask.sum())
-    return KnownLayout(labels, keep, offsets, version, facts, token_layout(mask, offsets, count, loss_kwargs.shard))
+    layout = token_layout(mask, offsets, count, loss_kwargs.shard)
+    return KnownLayout(_Seen.of(labels), _Seen.of(keep), _Seen.of(offsets), facts, layout)

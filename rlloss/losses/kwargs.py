@@ -104,9 +104,11 @@ class BaseLossKwargs(BaseModel):
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def take(self: K, layout: TokenLayout) -> K:
-        """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`."""
-        names = [name for name in self.tensors() if self.is_per_token(name)]
-        return self.with_tensors({name: layout.take(getattr(self, name)) for name in names})
+        """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`, without a graph."""
+        taken = {
+            name: layout.take(value) if self.is_per_token(name) else value for name, value in self.tensors().items()
+        }
+        return self.with_tensors({name: value.detach() for name, value in taken.items()})
 
     def rows(self: K, part: slice, names: list[str]) -> K:
         """Returns a copy of flat kwargs with a slice of the given per-token fields."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.losses.agreement import check_group, num_prompts_of
+from rlloss.losses.batch import check_fields
 from rlloss.losses.sharding import split_over_ranks
 from rlloss.losses.terms import Term
 
@@ -37,7 +38,9 @@ def check_step(
     if len(terms) > MAX_TERMS:
         raise ConfigError(f"the loss has {len(terms)} terms, at most {MAX_TERMS} can be counted.")
     _assign_offsets(contexts, cu_seq_lens_list)
+    computed = {"keep_mask", *(term.weight_name for term in terms)}
     for context in contexts:
+        check_fields(context.loss_kwargs, computed)
         _use_shard(context, sp_mesh, group)
         context.check()
         context.check_labels()
@@ -74,7 +77,7 @@ def _assign_offsets(contexts: list[Any], cu_seq_lens_list: Sequence[Tensor] | No
             f"cu_seq_lens_list has {len(cu_seq_lens_list)} entries for {len(contexts)} contexts; expected one for each."
         )
     for context, offsets in zip(contexts, cu_seq_lens_list, strict=True):
-        context.loss_kwargs.cu_seq_lens = offsets.to(context.loss_kwargs.shifted_labels.device)
+        context.loss_kwargs.cu_seq_lens = offsets
 
 
 def _use_shard(context: Any, sp_mesh: DeviceMesh | None, group: Group) -> None:

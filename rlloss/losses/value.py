@@ -12,7 +12,7 @@ from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.value import value_loss
 from rlloss.heads.vocab_parallel import refuse_vocabulary
 from rlloss.layout import Segments, TokenLayout
-from rlloss.losses.batch import check_field, refuse_nan
+from rlloss.losses.batch import refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, TokenTensor
@@ -113,7 +113,7 @@ def check_value_fields(loss_cfg: Any, loss_kwargs: Any) -> None:
     """Checks returns and old values, which may have been set after `build`.
 
     Raises:
-        BatchError: One is missing, has another shape, or is NaN while `check_finite` is on.
+        BatchError: One is missing, or is NaN while `check_finite` is on.
     """
     needed = ("returns",) if loss_cfg.cliprange_value is None else ("returns", "values")
     missing = [name for name in needed if getattr(loss_kwargs, name) is None]
@@ -123,8 +123,6 @@ def check_value_fields(loss_cfg: Any, loss_kwargs: Any) -> None:
             f"{type(loss_cfg).__name__} needs {', '.join(missing)}. Put it into the batch, or set it on "
             f"ctx.loss_kwargs before build_batches{way_out}."
         )
-    for name in needed:
-        check_field(loss_kwargs, name)
     if loss_cfg.check_finite:
         refuse_nan(loss_kwargs, needed, loss_cfg.ignore_idx)
 

@@ -1,0 +1,214 @@
+"""Reported: tensors that are set after `build` were read with less care than those of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlloss import (
+    ActorCriticLossConfig,
+    BaseLossContext,
+    CELossConfig,
+    DistillLossConfig,
+    GRPOLossConfig,
+    ValueLossConfig,
+)
+from rlloss.errors import BatchError
+
+GENERATOR = torch.Generator().manual_seed(5)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+HIDDEN, WEIGHT = numbers(2, 6, 4), numbers(9, 4)
+LABELS = torch.randint(0, 9, (2, 6), generator=GENERATOR)
+BATCH = {
+    "shifted_labels": LABELS,
+    **{
+        name: numbers(2, 6)
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs", "returns", "values")
+    },
+}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.5}
+CONFIGS = {
+    "grpo": GRPOLossConfig(**KL),
+    "value": ValueLossConfig(),
+    "actor_critic": ActorCriticLossConfig(**KL),
+    "distill": DistillLossConfig(kind="k3"),
+}
+FIELDS = [
+    (config, field)
+    for config, fields in {
+        "grpo": "advantages old_logprobs ref_logprobs rollout_logprobs selection_logprobs selection_entropy is_weights "
+        "temperature",
+        "value": "returns values",
+        "actor_critic": "returns values advantages",
+        "distill": "teacher_logprobs temperature",
+    }.items()
+    for field in fields.split()
+]
+LAYOUTS = {"padded": {}, "packed": {"num_tokens": [6, 6]}}
+
+
+def context_of(config: str, layout: str = "padded") -> BaseLossContext:
+    batch = BATCH if layout == "padded" else {name: value.reshape(1, 12) for name, value in BATCH.items()}
+    return CONFIGS[config].build({**batch, **LAYOUTS[layout]})
+
+
+def calibrated(context: BaseLossContext, **options: object) -> BaseLossContext:
+    return type(context).build_batches([context], **options)[0]
+
+
+def log_probs(hidden: Tensor) -> Tensor:
+    return torch.log_softmax(hidden @ WEIGHT.T, -1).gather(-1, LABELS[..., None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("config", "field"), FIELDS)
+def test_a_last_dimension_of_one_is_refused(config: str, field: str, layout: str) -> None:
+    context = context_of(config, layout)
+    setattr(context.loss_kwargs, field, torch.ones(*context.loss_kwargs.shifted_labels.shape, 1))
+    with pytest.raises(BatchError, match=rf"{field} has shape"):
+        calibrated(context)
+
+
+@pytest.mark.parametrize(("config", "field"), FIELDS)
+@pytest.mark.parametrize("value", [[[0.5] * 6] * 2, torch.ones(2, 6).numpy(), 0.5], ids=["list", "ndarray", "float"])
+def test_what_is_no_tensor_is_refused(config: str, field: str, value: object) -> None:
+    context = context_of(config)
+    setattr(context.loss_kwargs, field, value)
+    with pytest.raises(BatchError, match=rf"{field} is a .*expected a tensor"):
+        calibrated(context)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64), [0, 1]])
+def test_group_ids_are_one_for_each_sequence(value: object) -> None:
+    context = context_of("grpo")
+    context.loss_kwargs.group_ids = value
+    with pytest.raises(BatchError, match="group_ids"):
+        calibrated(context)
+
+
+def test_a_required_field_cannot_be_removed() -> None:
+    context = context_of("grpo")
+    context.loss_kwargs.advantages = None
+    with pytest.raises(BatchError, match="advantages is None"):
+        calibrated(context)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_number_for_each_sequence_is_spread_as_build_spreads_it(layout: str) -> None:
+    late, early = context_of("grpo", layout), context_of("grpo", layout)
+    late.loss_kwargs.advantages = torch.tensor([1, -2])
+    rows = torch.tensor([1.0, -2.0])[:, None].expand(2, 6)
+    early.loss_kwargs.advantages = rows.reshape(early.loss_kwargs.shifted_labels.shape)
+    hidden = HIDDEN.reshape(*early.loss_kwargs.shifted_labels.shape, 4)
+    assert calibrated(late).forward(hidden, WEIGHT).loss == calibrated(early).forward(hidden, WEIGHT).loss
+
+
+def test_a_fitting_tensor_stays_itself() -> None:
+    context, own = context_of("grpo"), numbers(2, 6)
+    context.loss_kwargs.old_logprobs = own
+    assert calibrated(context).loss_kwargs.old_logprobs is own
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+@pytest.mark.parametrize("loss_type", ["vanilla", "gmpo", "gspo", "clip_cov", "kl_cov", "cispo"])
+def test_no_gradient_flows_through_late_tensors(loss_type: str, mode: str, when: str) -> None:
+    config = GRPOLossConfig(mode=mode, policy_loss_cfg={"loss_type": loss_type}, loss_reduction="token", **KL)
+    gradients = []
+    for graph in (False, True):
+        hidden = HIDDEN.clone().requires_grad_()
+        context = config.build(BATCH)
+        if when == "after":
+            calibrated(context)
+        own = log_probs(hidden)
+        for name in ("old_logprobs", "ref_logprobs", "advantages", "is_weights"):
+            value = own if name == "old_logprobs" else own * 0.9
+            setattr(context.loss_kwargs, name, value if graph else value.detach())
+        if when == "before":
+            calibrated(context)
+        context.forward(hidden, WEIGHT).loss.backward()
+        gradients.append(hidden.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("offsets", [torch.tensor([0, 3, 6]), [0, 3, 6], torch.tensor([[0, 3, 6]])])
+@pytest.mark.parametrize("through", ["list", "field"])
+def test_offsets_on_padded_rows_are_refused(offsets: object, through: str) -> None:
+    context = context_of("grpo")
+    if through == "field":
+        context.loss_kwargs.cu_seq_lens = offsets
+    with pytest.raises(BatchError, match="one packed row"):
+        calibrated(context, **({"cu_seq_lens_list": [offsets]} if through == "list" else {}))
+
+
+@pytest.mark.parametrize("given", [[0, 4, 12], torch.tensor([[0, 4, 12]]), torch.tensor([0, 4, 12]).numpy()])
+@pytest.mark.parametrize("through", ["list", "field"])
+def test_offsets_in_any_form_are_those_of_build(given: object, through: str) -> None:
+    packed = {name: BATCH[name].reshape(1, 12) for name in ("shifted_labels", "advantages", "old_logprobs")}
+    config = GRPOLossConfig(loss_reduction="sample")
+    hidden = HIDDEN.reshape(1, 12, 4)
+    expected = calibrated(config.build({**packed, "num_tokens": [4, 8]})).forward(hidden, WEIGHT).loss
+    context = config.build(packed)
+    if through == "field":
+        context.loss_kwargs.cu_seq_lens = given
+    calibrated(context, **({"cu_seq_lens_list": [given]} if through == "list" else {}))
+    assert context.forward(hidden, WEIGHT).loss == expected
+
+
+@pytest.mark.parametrize("given", ["0 6", [0.0, 6.0], [0], [[0, 3], [6]], object()])
+def test_what_is_no_offsets_is_refused(given: object) -> None:
+    context = context_of("grpo", "packed")
+    context.loss_kwargs.cu_seq_lens = given
+    with pytest.raises(BatchError, match="cu_seq_lens"):
+        calibrated(context)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16])
+def test_labels_of_a_narrow_type_are_all_words(dtype: torch.dtype, late: bool) -> None:
+    weight, labels = numbers(200, 4), torch.full((2, 6), 156)
+    expected = calibrated(CELossConfig().build({"shifted_labels": labels})).forward(HIDDEN, weight).loss
+    context = CELossConfig().build({"shifted_labels": labels if late else labels.to(dtype)})
+    if late:
+        context.loss_kwargs.shifted_labels = labels.to(dtype)
+    assert calibrated(context).forward(HIDDEN, weight).loss == expected
+
+
+@pytest.mark.parametrize("value", [LABELS[..., None], LABELS.double(), LABELS.tolist()])
+def test_late_labels_are_checked(value: object) -> None:
+    context = context_of("grpo")
+    context.loss_kwargs.shifted_labels = value
+    with pytest.raises(BatchError, match="shifted_labels"):
+        calibrated(context)
+
+
+def test_labels_of_inference_mode_are_read_again_when_they_changed() -> None:
+    with torch.inference_mode():
+        labels = LABELS.clone()
+        context = calibrated(CELossConfig().build({"shifted_labels": labels}))
+        first = context.layout
+        assert context.layout is first
+        labels[0, :4] = -100
+        assert context.layout.num_tokens == 8
+        expected = calibrated(CELossConfig().build({"shifted_labels": labels.clone()})).forward(HIDDEN, WEIGHT).loss
+        assert calibrated(context).forward(HIDDEN, WEIGHT).loss == expected
+
+
+def test_offsets_changed_in_place_are_read_again() -> None:
+    context = calibrated(context_of("grpo", "packed"))
+    context.loss_kwargs.cu_seq_lens[1] = 2
+    assert torch.bincount(context.layout.segments.ids).tolist() == [2, 10]
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 1), (6,), (1, 12)])
+def test_values_of_an_engine_have_the_shape_of_the_labels(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BatchError, match="values"):
+        calibrated(context_of("value")).forward_values(torch.ones(shape))
+    with pytest.raises(BatchError, match="values"):
+        calibrated(context_of("actor_critic")).forward_log_probs(log_probs(HIDDEN), values=torch.ones(shape))
