@@ -133,5 +133,5 @@ def _per_token(key: str, role: PerToken, value: Tensor, shape: RowShape) -> Tens
     options = f"{(*shape.rows, 'K') if role.wide else shape.rows}"
     options += f" or ({shape.sequences},), one for each sequence" if role.spread else ""
     if shape.shard is not None:
-        options += f" or T={shape.shard.local_length}, this rank's part of the rows, or T={shape.length}, whole rows"
+        options += f", or T={shape.shard.local_length} (this rank's part) or T={shape.length} (whole rows)"
     raise BatchError(f"{key} has shape {tuple(value.shape)}, expected {options}; shifted_labels is {shape.rows}.")

@@ -89,7 +89,7 @@ def broken(how: str) -> None:
         contexts = [config.build(rl_batch()) for _ in range(2)]
     elif how == "not a batch error" and bad:
         contexts = [config.build(rl_batch())]
-        contexts[0].loss_kwargs.old_logprobs = "nonsense"
+        contexts[0].check = lambda: int("nonsense")  # whatever a hook of the user's raises
     elif how == "sp, no old_logprobs":
         contexts = [config.build(rl_batch(old_logprobs=None) if bad else rl_batch(), mesh)]
     elif how == "sp, other sequences":
