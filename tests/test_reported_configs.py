@@ -1,4 +1,4 @@
-"""Faults of configs and weights that a review found, as tests: a refused assignment, mixed parts, tokens of weight 0."""
+"""Faults of configs and weights that a review found: refused assignments, mixed parts, tokens of weight 0."""
 
 import pytest
 import torch
