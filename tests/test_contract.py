@@ -18,6 +18,7 @@ from rlloss import (
     GRPOLossConfig,
     GRPOLossContext,
     LogProbConfig,
+    RolloutImportanceSampling,
     Totals,
     register_policy_loss,
     unregister_policy_loss,
@@ -353,6 +354,26 @@ def test_cat_keeps_weights_and_shifts_offsets():
     assert joined.loss_kwargs.cu_seq_lens.tolist() == [0, 6, 10, 19, 21]
     together = joined.forward(torch.cat(hidden, dim=1), STEP.weight, STEP.bias).loss
     assert together.item() == pytest.approx(apart.item(), rel=1e-12)
+
+
+def test_cat_merges_what_calibration_measured():
+    """Tokens dropped in some micro-batches only, and the metrics of the rollout correction, as if never cut."""
+    contexts, hidden = [], []
+    loss_cfg = config(rollout_is=RolloutImportanceSampling.mis(0.5, 2.0))
+    for number, sequence in enumerate(STEP.sequences):
+        batch, rows = LAYOUTS["packed"]([sequence], KEYS)
+        shifts = 0.4 * torch.arange(rows.shape[1]) * (number % 2)
+        batch["rollout_logprobs"] = batch["old_logprobs"] - shifts
+        batch["old_logprobs"] = batch["old_logprobs"].clone()
+        batch["old_logprobs"][0, -2:] = -torch.inf if number == 2 else batch["old_logprobs"][0, -2:]
+        contexts.append(loss_cfg.build(batch))
+        hidden.append(rows)
+    contexts = GRPOLossContext.build_batches(contexts)
+    pairs = zip(contexts, hidden, strict=True)
+    apart = reduce(merge([ctx.forward(rows, STEP.weight, STEP.bias).extra for ctx, rows in pairs]))
+    together = reduce(GRPOLossContext.cat(contexts).forward(torch.cat(hidden, dim=1), STEP.weight, STEP.bias).extra)
+    assert together == pytest.approx(apart, rel=1e-12, abs=1e-12)
+    assert together["dropped_tokens"] > 2
 
 
 def test_totals_take_the_place_of_counts():

@@ -18,12 +18,12 @@ from rlloss.heads.vocab_parallel import Vocabulary, check_counted, refuse_vocabu
 from rlloss.layout import Segments, TokenLayout, from_jagged
 from rlloss.losses.batch import LabelFacts
 from rlloss.losses.chunk_kwargs import as_chunk
-from rlloss.losses.head_inputs import head_inputs
+from rlloss.losses.head_inputs import head_inputs, stats_of_log_probs
 from rlloss.losses.known_layout import KnownLayout, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput, over_ranks
 from rlloss.losses.terms import Level, evaluate
-from rlloss.metrics import Metric, Sum
+from rlloss.metrics import Metric, Sum, merge
 
 if TYPE_CHECKING:
     from rlloss.losses.config import BaseLossConfig
@@ -184,23 +184,7 @@ class BaseLossContext:
         return self._finish(loss, None, metrics)
 
     def _loss_of_log_probs(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
-        log_probs, entropy = from_jagged(log_probs), None if entropy is None else from_jagged(entropy)
-        expected = tuple(self.loss_kwargs.shifted_labels.shape)
-        for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
-            if tensor is not None and tuple(tensor.shape) != expected:
-                raise BatchError(
-                    f"{name} has shape {tuple(tensor.shape)}, expected {expected}, the shape of shifted_labels."
-                )
-        if entropy is None and self.loss_cfg.head_options().entropy == "gradient":
-            raise BatchError(
-                f"{type(self.loss_cfg).__name__} needs entropies: give entropy={expected} to forward_log_probs."
-            )
-        layout = self.layout
-        flat = self.loss_kwargs.take(layout)
-        wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-        taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
-        stats = TokenStats(layout.take(wide), taken, layout.segments, flat.shifted_labels.long())
-        loss, metrics = evaluate_all(stats, self._objective())
+        loss, metrics = evaluate_all(stats_of_log_probs(self, log_probs, entropy), self._objective())
         return loss, dict(metrics)
 
     @property
@@ -224,12 +208,15 @@ class BaseLossContext:
 
     @classmethod
     def cat(cls: type[C], chunks: list[C]) -> C:
-        """Joins packed contexts along T; weights are kept, offsets shifted."""
+        """Joins packed contexts along T; weights are kept, offsets shifted, what calibration measured is merged."""
         if not chunks:
             raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one context.")
         kwargs = [chunk.loss_kwargs for chunk in chunks]
         joined = copy.copy(chunks[0])
         joined.loss_kwargs, joined._known = type(kwargs[0]).cat(kwargs), None
+        dropped = [chunk._dropped for chunk in chunks if chunk._dropped is not None]
+        joined._dropped = torch.stack(dropped).sum() if dropped else None
+        joined._step_metrics = merge(chunk._step_metrics for chunk in chunks)
         return joined
 
     def know_segments(self, segments: Segments) -> TokenLayout:

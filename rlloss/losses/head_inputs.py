@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.heads import HeadInputs
+from rlloss.heads import HeadInputs, TokenStats
 from rlloss.heads.vocab_parallel import Vocabulary, shard_vocabulary
 from rlloss.layout import from_jagged
 
@@ -38,6 +38,35 @@ def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], voc
     if words is not None:
         check_words("extra_ids", words, vocabulary)
     return HeadInputs(from_jagged(hidden), weight, bias, labels, temperature, layout, words, shard)
+
+
+def stats_of_log_probs(context: Any, log_probs: Tensor, entropy: Tensor | None) -> TokenStats:
+    """Collects what a loss sees of the model from log-probs that an engine already has.
+
+    Args:
+        context: The context.
+        log_probs: `[B, T]` or jagged, nats; ignored positions may hold anything.
+        entropy: The same, where the loss needs it.
+
+    Raises:
+        BatchError: A shape does not fit, or the entropies that the loss needs are missing.
+    """
+    log_probs, entropy = from_jagged(log_probs), None if entropy is None else from_jagged(entropy)
+    expected = tuple(context.loss_kwargs.shifted_labels.shape)
+    for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise BatchError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {expected}, the shape of shifted_labels."
+            )
+    if entropy is None and context.loss_cfg.head_options().entropy == "gradient":
+        raise BatchError(
+            f"{type(context.loss_cfg).__name__} needs entropies: give entropy={expected} to forward_log_probs."
+        )
+    layout = context.layout
+    wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
+    labels = layout.take(context.loss_kwargs.shifted_labels).long()
+    return TokenStats(layout.take(wide), taken, layout.segments, labels)
 
 
 def check_words(name: str, ids: Tensor, vocabulary: int) -> None:

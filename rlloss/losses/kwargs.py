@@ -144,6 +144,8 @@ def _cat_field(cls: type[BaseLossKwargs], name: str, chunks: list[Any]) -> Any:
     missing = [value is None for value in values]
     if isinstance(cls.role(name), Offsets) and not all(missing):
         return _cat_offsets(chunks)
+    if name == "keep_mask" and not all(missing):
+        return torch.cat([_kept(chunk) for chunk in chunks], dim=1)
     if any(missing) and not all(missing):
         raise BatchError(
             f"{cls.__name__}.cat: {name} is set in some of the chunks only. Set it in all of them, or in none."
@@ -153,6 +155,12 @@ def _cat_field(cls: type[BaseLossKwargs], name: str, chunks: list[Any]) -> Any:
     if all(chunk.is_per_token(name) for chunk in chunks):
         return torch.cat(values, dim=1)
     return values[0]
+
+
+def _kept(chunk: Any) -> Tensor:
+    if chunk.keep_mask is None:
+        return torch.ones_like(chunk.shifted_labels, dtype=torch.bool)
+    return chunk.keep_mask  # type: ignore[no-any-return]
 
 
 def _cat_offsets(chunks: list[Any]) -> Tensor:
