@@ -7,6 +7,7 @@ parts once, and gives each part the rows that are its own.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.heads import HeadOptions, Objective, TokenStats
-from rlloss.layout import Segments
 from rlloss.losses.batch import packed_mapping
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
@@ -121,8 +121,10 @@ class MixedLossConfig(BaseLossConfig):
                 f"{sorted(set(ids[counted].tolist()))}."
             )
         for index, (name, part) in enumerate(self.parts.items()):
-            own = {**packed, "shifted_labels": labels.masked_fill(ids != index, self.ignore_idx)}
-            context.parts[name] = part.build(own, sp_mesh)
+            own = part.build(packed, sp_mesh)
+            # After build, which takes whole rows: `labels` and `ids` are this rank's part of them.
+            own.loss_kwargs.shifted_labels = labels.masked_fill(ids != index, self.ignore_idx)
+            context.parts[name] = own
         kwargs.keep_mask = ids >= 0
         return context  # type: ignore[no-any-return]
 
@@ -173,9 +175,7 @@ class MixedLossContext(BaseLossContext):
             BatchError: The list is empty, or a part lacks what it needs.
         """
         if not loss_ctx_list:
-            raise BatchError(
-                "build_batches got an empty list of contexts; a rank without data passes loss_cfg.empty(...)."
-            )
+            return BaseLossContext.build_batches(loss_ctx_list, group=group)  # an error on every rank
         if totals is not None and not isinstance(totals, Mapping):
             raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
         unknown = set(totals or ()) - set(loss_ctx_list[0].parts if loss_ctx_list else ())
@@ -196,6 +196,9 @@ class MixedLossContext(BaseLossContext):
                     kwargs.keep_mask = kwargs.keep_mask & (kept | (kwargs.part_ids != place))
             context._batch_size, context._group = len(loss_ctx_list), group
             context._world = context.parts[name]._world
+            # The parts have exchanged them: nothing is left to ask the other ranks for in forward.
+            sizes = torch.stack([part.layout.segments.sizes for part in context.parts.values()]).sum(dim=0)
+            context.know_segments(replace(context.layout.segments, known_sizes=sizes))
         return loss_ctx_list
 
     @classmethod
@@ -273,7 +276,7 @@ class _PartReader:
         picked = TokenStats(
             stats.log_prob.index_select(0, own),
             None if stats.entropy is None else stats.entropy.index_select(0, own),
-            Segments(stats.segments.ids.index_select(0, own), stats.segments.count, stats.segments.group),
+            self.context.layout.segments.rows(start, stop),
             stats.labels.index_select(0, own),
             None if extra is None else extra.index_select(0, own),
         )
