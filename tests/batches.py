@@ -79,7 +79,10 @@ def padded(sequences: list[dict[str, Tensor]], keys: Sequence[str]) -> tuple[dic
             out.append(torch.cat([value, tail]))
         return torch.stack(out)
 
-    batch = {name: rows(name, float("nan")) for name in keys}
+    def garbage(name: str) -> float:
+        return float("nan") if sequences[0][name].is_floating_point() else -7
+
+    batch = {name: rows(name, garbage(name)) for name in keys}
     return {**batch, "shifted_labels": rows("shifted_labels", IGNORED)}, rows("hidden", 7.0)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from batches import PER_TOKEN, Step, random_step
-from rlloss import ActorCriticLossConfig, CELossConfig, GRPOLossConfig, OrealLossConfig, register_policy_loss
+from rlloss import (
+    ActorCriticLossConfig,
+    CELossConfig,
+    DistillLossConfig,
+    GRPOLossConfig,
+    MixedLossConfig,
+    OrealLossConfig,
+    ValueLossConfig,
+    register_policy_loss,
+)
 from rlloss.layout import Segments
 
 
@@ -20,11 +29,13 @@ def sequence(log_prob, old_log_prob, advantages, segments: Segments):
 
 @dataclass
 class Loss:
-    """A config class, its fields, and the per-token tensors of its batches."""
+    """A config class, its fields, and what its batches hold: per-token tensors, numbers of sequences, numbers."""
 
     config: type
     fields: dict[str, Any]
     keys: tuple[str, ...] = PER_TOKEN
+    per_sequence: tuple[str, ...] = ()
+    constants: dict[str, int] = field(default_factory=dict)
 
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
@@ -36,6 +47,10 @@ ROLLOUT = {
     "rollout_is_mask_threshold": (0.3, 4.0),
     "rollout_is_veto_threshold": (0.05, 20.0),
 }
+TOPK = 3
+PROMPTS, PART_OF = (2, 0, 1, 2, 0, 3, 1, 2), (0, 1, 2, 0, -1, 1, 0, 2)
+"""Of each sequence of the step: its prompt, which other ranks have answers to as well, and its part of a mixture."""
+TEACHER = ("teacher_topk_ids", "teacher_topk_logprobs")
 GEOMETRIC = {"rollout_is_level": "geometric", "normalize_weights": True}
 
 
@@ -47,6 +62,13 @@ def step_of_all() -> Step:
         sequence["rollout_logprobs"] = sequence["old_logprobs"] + 0.3 * noise[0]
         sequence["returns"], sequence["values"] = noise[1], noise[2]
         sequence["selection_entropy"] = noise[0].abs()
+        sequence["selection_logprobs"] = sequence["old_logprobs"] + 0.2 * noise[1]
+        sequence["teacher_topk_ids"] = torch.stack([torch.randperm(13, generator=generator)[:TOPK] for _ in noise[0]])
+        sequence["teacher_topk_logprobs"] = -0.3 - noise[:TOPK].T.abs()
+    for number, (prompt, part) in enumerate(zip(PROMPTS, PART_OF, strict=True)):
+        sequence = step.sequences[number]
+        sequence["group_ids"] = torch.tensor(prompt)
+        sequence["part_ids"] = torch.full(sequence["shifted_labels"].shape, part)
     return step
 
 
@@ -86,9 +108,72 @@ LOSSES = {
         },
         (*PER_TOKEN, "selection_entropy"),
     ),
+    "kl-cov": Loss(
+        GRPOLossConfig,
+        {"policy_loss_cfg": {"loss_type": "kl_cov", "kl_cov_ratio": 0.2}, "loss_reduction": "sample"},
+        (*PER_TOKEN, "selection_logprobs"),
+    ),
+    "top-entropy": Loss(
+        GRPOLossConfig, {"policy_loss_cfg": CLIP, "top_entropy_quantile": 0.3}, (*PER_TOKEN, "selection_entropy")
+    ),
+    "vanilla-sum": Loss(GRPOLossConfig, {"policy_loss_cfg": CLIP, "loss_reduction": "sum", **KL}),
+    "vanilla-sequence-sum": Loss(
+        GRPOLossConfig, {"policy_loss_cfg": CLIP, "loss_reduction": "sequence_sum", "grad_reduction": "sum"}
+    ),
+    "vanilla-constant": Loss(
+        GRPOLossConfig,
+        {"policy_loss_cfg": CLIP, "loss_reduction": "constant", "loss_length": 16.0, "entropy_coef": 0.05},
+    ),
+    "vanilla-prompt": Loss(
+        GRPOLossConfig,
+        {"policy_loss_cfg": CLIP, "loss_reduction": "prompt", "entropy_coef": 0.05, "entropy_reduction": "token"},
+        per_sequence=("group_ids",),
+        constants={"num_prompts": 6},
+    ),
+    "gspo-prompt": Loss(
+        GRPOLossConfig,
+        {"policy_loss_cfg": {"loss_type": "gspo"}, "loss_reduction": "prompt", **KL},
+        per_sequence=("group_ids",),
+        constants={"num_prompts": 6},
+    ),
+    "oreal-sequence-sum": Loss(OrealLossConfig, {"policy_loss_cfg": CLIP, "loss_reduction": "sequence_sum", **KL}),
+    "value": Loss(ValueLossConfig, {"loss_reduction": "sample"}, ("returns", "values")),
+    "distill": Loss(DistillLossConfig, {"loss_reduction": "sample"}, ("temperature", *TEACHER)),
+    "mixed": Loss(
+        MixedLossConfig,
+        {
+            "parts": {
+                "rl": GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"}, loss_reduction="sample", **KL),
+                "sft": CELossConfig(loss_reduction="square"),
+                "teacher": DistillLossConfig(),
+            },
+            "coefs": {"sft": 0.5},
+        },
+        (*PER_TOKEN, *TEACHER, "part_ids"),
+    ),
+    "mixed-on-tokens": Loss(
+        MixedLossConfig,
+        {
+            "parts": {
+                "rl": GRPOLossConfig(
+                    policy_loss_cfg=CLIP, rollout_is=ROLLOUT, loss_reduction="constant", loss_length=16.0
+                ),
+                "sft": CELossConfig(),
+                "more": GRPOLossConfig(policy_loss_cfg=CLIP, loss_reduction="prompt", entropy_coef=0.05),
+            }
+        },
+        (*PER_TOKEN, "rollout_logprobs", "part_ids"),
+        per_sequence=("group_ids",),
+        constants={"num_prompts": 6},
+    ),
     "actor-critic": Loss(ActorCriticLossConfig, {"loss_reduction": "sample", **KL}, (*PER_TOKEN, "returns", "values")),
     "ce-token": Loss(CELossConfig, {}),
     "ce-sample": Loss(CELossConfig, {"loss_reduction": "sample"}),
+    "ce-sequence-sum": Loss(CELossConfig, {"loss_reduction": "sequence_sum"}),
+    "ce-sum": Loss(CELossConfig, {"loss_reduction": "sum"}),
+    "ce-prompt": Loss(
+        CELossConfig, {"loss_reduction": "prompt"}, per_sequence=("group_ids",), constants={"num_prompts": 6}
+    ),
     "ce-square": Loss(CELossConfig, {"loss_reduction": "square"}),
 }
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ranks.losses  # noqa: F401  (registers its losses on every rank)
 from batches import LAYOUTS, Result, Step, split
-from rlloss import ActorCriticLossConfig, metrics
+from rlloss import ActorCriticLossConfig, ValueLossConfig, metrics
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 
@@ -31,7 +31,8 @@ class Case:
     keys: Sequence[str] = ("old_logprobs", "ref_logprobs", "advantages")
     late: Sequence[str] = ()
     """Fields set after build: this rank's part."""
-    options: dict[str, Any] = field(default_factory=dict)
+    per_sequence: Sequence[str] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -102,22 +103,17 @@ def run_parts(cases: Sequence[Case]) -> list[Part]:
 
 def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
     """Runs this rank's share of the step."""
-    dp_rank, sp_rank, tp_rank = (mesh[name].get_local_rank() for name in ("dp", "sp", "tp"))
-    dp, sp, tp = case.mesh
+    dp_rank, sp_rank = (mesh[name].get_local_rank() for name in ("dp", "sp"))
+    dp, sp, _ = case.mesh
     groups = split(split(case.step.sequences, dp)[dp_rank], case.parts)
-    laid = [LAYOUTS[case.layout](part, [key for key in case.keys if key in part[0]]) for part in groups]
+    laid = [lay_out(case, part) for part in groups]
     seen: dict[str, list[str]] = {}
     contexts = [build(case, batch, mesh["sp"], sp_rank, sp) for batch, _ in laid]
     with Collectives() as counter:
         contexts = type(contexts[0]).build_batches(contexts, sp_mesh=mesh["sp"], group=group)
     seen["build_batches"] = counter.names
-    weight = case.step.weight.tensor_split(tp)[tp_rank].clone().requires_grad_()
-    bias = None if case.step.bias is None else case.step.bias.tensor_split(tp)[tp_rank].clone().requires_grad_()
+    weight, bias, head = head_of(case, mesh)
     hidden = [local(value, sp_rank, sp, 7.0).clone().requires_grad_() for _, value in laid]
-    head: dict[str, Any] = {"vocab_group": mesh["tp"].get_group()} if tp > 1 else {}
-    values = torch.linspace(-1.0, 1.0, weight.shape[1], dtype=weight.dtype)[None].requires_grad_()
-    if isinstance(case.config, ActorCriticLossConfig):
-        head["value_weight"] = values
     losses, extras = [], []
     for context, states in zip(contexts, hidden, strict=True):
         with Collectives() as counter:
@@ -132,9 +128,30 @@ def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
         reduced = metrics.reduce(metrics.merge(extras), group)
     seen["metrics"] = counter.names
     grads = [states.grad for states in hidden]
-    if values.grad is not None:
-        grads.append(values.grad[None])
+    if "value_weight" in head:
+        grads.append(head["value_weight"].grad[None])
     return Part(losses, grads, weight.grad, None if bias is None else bias.grad, reduced, seen)
+
+
+def lay_out(case: Case, sequences: list[dict[str, Tensor]]) -> tuple[dict[str, Any], Tensor]:
+    """Batch and hidden states of a micro-batch."""
+    batch, hidden = LAYOUTS[case.layout](sequences, [key for key in case.keys if key in sequences[0]])
+    whole = {name: torch.stack([sequence[name] for sequence in sequences]) for name in case.per_sequence}
+    return {**batch, **whole, **case.constants}, hidden
+
+
+def head_of(case: Case, mesh: DeviceMesh) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """This rank's rows of weight and bias, and what else forward takes; the head of a critic has one row."""
+    tp, place = mesh["tp"].size(), mesh["tp"].get_local_rank()
+    values = torch.linspace(-1.0, 1.0, case.step.weight.shape[1], dtype=case.step.weight.dtype)[None].requires_grad_()
+    if isinstance(case.config, ValueLossConfig):
+        return values, None, {}
+    weight = case.step.weight.tensor_split(tp)[place].clone().requires_grad_()
+    bias = None if case.step.bias is None else case.step.bias.tensor_split(tp)[place].clone().requires_grad_()
+    head: dict[str, Any] = {"vocab_group": mesh["tp"].get_group()} if tp > 1 else {}
+    if isinstance(case.config, ActorCriticLossConfig):
+        head["value_weight"] = values
+    return weight, bias, head
 
 
 def build(case: Case, batch: dict[str, Any], sp_mesh: DeviceMesh, sp_rank: int, sp: int) -> Any:
@@ -159,7 +176,8 @@ def join(case: Case, parts: list[Part]) -> Result:
     grid = [[[parts[(d * sp + s) * tp + t] for t in range(tp)] for s in range(sp)] for d in range(dp)]
     share = 1.0 if case.config.grad_reduction == "sum" else 1.0 / (dp * sp)
     lines = [cell for row in grid for cell in row]
-    weight = torch.cat([share * sum(cell[t].weight_grad for cell in lines) for t in range(tp)])
+    cut = 1 if isinstance(case.config, ValueLossConfig) else tp
+    weight = torch.cat([share * sum(cell[t].weight_grad for cell in lines) for t in range(cut)])
     bias = None
     if parts[0].bias_grad is not None:
         bias = torch.cat([share * sum(cell[t].bias_grad for cell in lines) for t in range(tp)])
@@ -171,6 +189,7 @@ def join(case: Case, parts: list[Part]) -> Result:
             whole = share * torch.cat([grid[d][s][0].hidden_grads[m] for s in range(sp)], dim=1)
             lengths = [len(sequence["hidden"]) for sequence in part]
             rows = whole[0][: sum(lengths)].split(lengths) if case.layout == "packed" else whole
+            assert not whole[:, sum(lengths) if case.layout == "packed" else max(lengths) :].any(), "padding"
             hidden += [row[:length] for row, length in zip(rows, lengths, strict=True)]
     if len(parts[0].hidden_grads) > case.parts:
         hidden.append(share * sum(cell[0].hidden_grads[-1][0] for cell in lines))

@@ -16,10 +16,18 @@ STEP = step_of_all()
 quiet = pytest.mark.filterwarnings("ignore:a row .1, T. without cu_seq_lens")
 
 
+def case_of(
+    name: str, mesh: tuple[int, int, int] = (1, 1, 1), parts: int = 1, layout: str = "padded", **fields: Any
+) -> Case:
+    """A loss on a mesh; `fields` are those of its config."""
+    loss = LOSSES[name]
+    return Case(make(name, **fields), STEP, mesh, parts, layout, loss.keys, (), loss.per_sequence, loss.constants)
+
+
 @pytest.fixture(scope="module")
 def reference(ranks: Ranks) -> dict[str, Any]:
     """Every loss on one process: one padded batch, eager."""
-    cases = [Case(make(name), STEP, keys=loss.keys) for name, loss in LOSSES.items()]
+    cases = [case_of(name) for name in LOSSES]
     (parts,) = ranks.run(run_parts, cases, world=1)
     return {name: join(case, [part]) for name, case, part in zip(LOSSES, cases, parts, strict=True)}
 
@@ -47,10 +55,10 @@ WAYS = (("eager", "padded"), ("chunk", "packed"), ("eager", "packed"), ("chunk",
 def cases_of(mesh: tuple[int, int, int], ways: int) -> dict[str, Case]:
     """Every loss on a mesh, evaluated and laid out in some of the ways, starting from another one for each loss."""
     cases = {}
-    for number, (name, loss) in enumerate(LOSSES.items()):
+    for number, name in enumerate(LOSSES):
         for way in range(number, number + ways):
             mode, layout = WAYS[way % 4]
-            case = Case(make(name, mode=mode, chunk_size=5), STEP, mesh, 1 + way % 3, layout, loss.keys)
+            case = case_of(name, mesh, 1 + way % 3, layout, mode=mode, chunk_size=5)
             cases[f"{name}/{mode}, {layout} in {case.parts}"] = case
     return cases
 
