@@ -1,7 +1,7 @@
 """rlloss: the loss layer of reinforcement-learning post-training for language models."""
 
 from rlloss import errors, metrics
-from rlloss.functional import advantages, outcome_advantages, token_advantages  # noqa: F401  (registers estimators)
+from rlloss.functional import advantages, gae, outcome_advantages, token_advantages  # noqa: F401  (registers estimators)
 from rlloss.functional.advantage_registry import (
     advantage_names,
     compute_advantages,

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import get_args
 
+from rlloss.functional.advantage_registry import advantage_names, get_advantage
 from rlloss.functional.kl import KL_KINDS
 from rlloss.losses.policy_registry import get_policy_loss, policy_loss_aliases, policy_loss_names
 from rlloss.losses.terms import Reduction
@@ -27,7 +28,7 @@ MODES = {
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """`rlloss list`: prints losses, reductions, KL kinds and modes."""
+    """`rlloss list`: prints losses, reductions, KL kinds, advantage estimators and modes."""
     sys.stdout.write("\n".join(lines()) + "\n")
     return 0
 
@@ -44,6 +45,9 @@ def lines() -> list[str]:
         "KL kinds (kl_loss_type; a trailing + takes the gradient of k2)",
         *_table(_kl_rows()),
         "",
+        "advantage estimators (compute_advantages)",
+        *_table((name, _summary(get_advantage(name))) for name in sorted(advantage_names())),
+        "",
         "modes (mode)",
         *_table(MODES.items()),
     ]
@@ -55,7 +59,7 @@ def _policy_rows() -> Iterable[tuple[str, str]]:
         config = loss.config() if loss.config is not None and not _required(loss.config) else None
         level = loss.level(config) if config is not None or not callable(loss.level_of) else "by config"
         aliases = policy_loss_aliases(name)
-        summary = (loss.fn.__doc__ or "").strip().split("\n")[0]
+        summary = _summary(loss.fn)
         also = f" (also {', '.join(aliases)})" if aliases else ""
         yield name, f"{level:<9} {summary}{also}"
 
@@ -68,6 +72,10 @@ def _kl_rows() -> Iterable[tuple[str, str]]:
     for kind in dict.fromkeys(KL_KINDS.values()):
         also = [name for name, target in KL_KINDS.items() if target == kind and name != kind]
         yield kind, f"also {', '.join(also)}" if also else ""
+
+
+def _summary(fn: Callable[..., object]) -> str:
+    return (fn.__doc__ or "").strip().split("\n")[0]
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -181,8 +181,17 @@ def test_pass_at_k_of_groups_of_equal_answers_is_zero() -> None:
     assert found[7] == pytest.approx((1 - rho - 1 / 2) / sigma)
 
 
+def test_gae_by_its_name_gives_advantages_alone() -> None:
+    rewards, values = torch.tensor([[0.0, 5.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
+    found = rlloss.compute_advantages(
+        "gae", rewards=rewards, values=values, mask=torch.tensor([[1, 0, 1]]), gamma=0.9, lam=0.8
+    )
+    last = 1.0 - 0.25
+    assert found[0].tolist() == pytest.approx([0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last, 0.0, last])
+
+
 def test_names() -> None:
-    assert {"grpo", "rloo", "opo", "passk", "gdpo", "remax", "gpg", "dr_grpo"} <= set(rlloss.advantage_names())
+    assert {"gae", "grpo", "rloo", "opo", "passk", "gdpo", "remax", "gpg", "dr_grpo"} <= set(rlloss.advantage_names())
     with pytest.raises(UnknownNameError, match="Did you mean 'rloo'"):
         rlloss.compute_advantages("rlo", rewards=torch.zeros(1))
     with pytest.raises(BatchError, match="needs group_ids"):

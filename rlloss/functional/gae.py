@@ -6,8 +6,22 @@ import torch
 from torch import Tensor
 
 from rlloss.errors import BatchError, UnknownNameError, nearest
+from rlloss.functional.advantage_registry import register_advantage
 
 HOLES = ("skip", "steps")
+
+
+@register_advantage("gae")
+def gae_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    holes: Literal["skip", "steps"] = "skip",
+) -> Tensor:
+    """`A_t = sum_l (gamma lam)^l delta_{t+l}` of a critic's values: the first half of what `gae` returns."""
+    return gae(rewards, values, mask, gamma, lam, holes)[0]
 
 
 def gae(
