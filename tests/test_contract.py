@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import pickle
 import warnings
 
@@ -20,6 +21,7 @@ from rlloss import (
     LogProbConfig,
     RolloutImportanceSampling,
     Totals,
+    ValueLossConfig,
     register_policy_loss,
     unregister_policy_loss,
 )
@@ -382,8 +384,16 @@ def test_totals_take_the_place_of_counts():
     plain = GRPOLossContext.build_batches([config().build(batch)])[0].forward(hidden, STEP.weight, STEP.bias).loss
     known = GRPOLossContext.build_batches([config().build(batch)], totals=Totals(tokens=2 * counted))[0]
     assert known.forward(hidden, STEP.weight, STEP.bias).loss.item() == pytest.approx(plain.item() / 2, rel=1e-12)
-    with pytest.raises(ConfigError, match="Totals"):
-        Totals(tokens=0)
+    for given in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=r"Totals\(tokens="):
+            Totals(tokens=given)
+
+
+@pytest.mark.parametrize("length", [math.inf, math.nan, 0.0])
+@pytest.mark.parametrize("cls", [GRPOLossConfig, ValueLossConfig])
+def test_a_length_that_is_no_number_is_refused(cls, length):
+    with pytest.raises(ConfigError, match="loss_length"):
+        cls(loss_reduction="constant", loss_length=length)
 
 
 def test_per_sequence_advantages_and_number_types():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import steps
-from rlloss import OrealLossConfig
+from rlloss import OrealLossConfig, Totals
+from rlloss.errors import BatchError
 from steps import labels, row, tok
 
 FIELDS: dict[str, Any] = {
@@ -93,6 +94,28 @@ def test_the_two_policy_terms_share_xtuners_weight_field() -> None:
     (context,) = config.loss_ctx_cls.build_batches([config.build(batch)])
     assert context.loss_kwargs.policy_loss_weight[0].tolist() == pytest.approx([1.2 * 0.7, 0.9])
     assert context.loss_kwargs.sft_loss_weight[0].tolist() == pytest.approx([1.2 * 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "totals"),
+    [({}, Totals(tokens=4)), ({"loss_reduction": "sample"}, Totals(sequences=4))],
+    ids=["tokens", "sequences"],
+)
+def test_a_total_of_all_tokens_is_no_count_of_the_positive_ones(fields: dict[str, Any], totals: Totals) -> None:
+    config = OrealLossConfig(**FIELDS, **fields)
+    batch = {"shifted_labels": labels(1, 1), "advantages": row(1.0, -1.0), "old_logprobs": row(-1.0, -1.0)}
+    with pytest.raises(BatchError, match="'positive_policy' is about some of its tokens only"):
+        config.loss_ctx_cls.build_batches([config.build(batch)], totals=totals)
+    other = Totals(sequences=7) if totals.tokens else Totals(tokens=7)
+    config.loss_ctx_cls.build_batches([config.build(batch)], totals=other)
+
+
+def test_all_tokens_are_reported_not_the_positive_ones() -> None:
+    config = OrealLossConfig(**FIELDS)
+    batch = {"shifted_labels": labels(1, 1, 0, 1), "advantages": row(1.0, -1.0, 1.0, -1.0)}
+    batch["old_logprobs"] = row(-1.0, -1.0, -1.0, -1.0)
+    contexts = config.loss_ctx_cls.build_batches([config.build(batch), config.build(batch)])
+    assert [float(context.loss_kwargs.global_grad_tokens) for context in contexts] == [6.0, 6.0]
 
 
 TOKEN = st.tuples(st.floats(-4.0, -0.01), st.floats(-4.0, -0.01), st.floats(-2.0, 2.0))

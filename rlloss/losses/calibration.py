@@ -7,6 +7,7 @@ sequences that have any, P prompts, n_i tokens of sequence i and n_p of prompt p
     constant 1/(S L)    prompt 1/(P n_p)    sum 1
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ def calibrate(
     parts: list[list[_Part]] = []
     try:
         terms = check_step(contexts, cu_seq_lens_list, sp_mesh, group)
+        for term in terms:
+            totals.check(term)
     except Exception as error:  # whatever it is: the other ranks must not wait for this one
         problem = error
     if problem is None and _several_collectives(contexts):
@@ -62,15 +65,14 @@ def calibrate(
         parts = [] if problem else _parts(contexts, terms, group)
     except Exception as error:
         problem = error
-    counts = _count(contexts, terms, parts, problem, group, totals)
+    counts, tokens = _count(contexts, terms, parts, problem, group, totals)
     for index, term in enumerate(terms):
         for context, part in zip(contexts, parts, strict=True):
             shared = term.weight_name in {earlier.weight_name for earlier in terms[:index]}
             _assign_weights(context, term, part[index], counts[index], add=shared)
     for context in contexts:
         context._batch_size, context._group, context._world = len(contexts), group, totals.world
-        counted = terms and (totals.tokens is not None or totals.counts(terms[0].reduction))
-        context.loss_kwargs.global_grad_tokens = counts[0].tokens if counted else None
+        context.loss_kwargs.global_grad_tokens = tokens
     return contexts
 
 
@@ -83,7 +85,7 @@ def _several_collectives(contexts: list[Any]) -> bool:
 def _agree(contexts: list[Any], group: Group) -> None:
     """Raises what went wrong on any rank; its vector is that of `_count`, where a rank that failed takes part in it."""
     facts = facts_of(contexts, None, contexts[0].loss_kwargs.shifted_labels.device)
-    vector = torch.cat([facts, facts.new_zeros(3 * MAX_TERMS)])
+    vector = torch.cat([facts, facts.new_zeros(1 + 3 * MAX_TERMS)])
     check_facts(all_reduce_sum(vector, group)[:FACTS], None, contexts[0].loss_cfg.reduce_loss, group)
 
 
@@ -141,19 +143,25 @@ def _count(
     problem: Exception | None,
     group: Group,
     totals: Totals,
-) -> list[_Counts]:
-    """Sums one vector over ranks: what `facts_of` says, then three counts for each of `MAX_TERMS` terms.
+) -> tuple[list[_Counts], Tensor | None]:
+    """Sums one vector over ranks: what `facts_of` says, all tokens, and three counts for each of `MAX_TERMS` terms.
 
     Where all that the terms divide by is given, nothing is summed. A prompt reduction sums its tokens of each prompt
     in a second collective, once no rank has an error.
+
+    Returns:
+        The counts of each term, and all tokens of the step that count, whichever terms they are in; None where nobody
+        knows them.
     """
     # The labels come first; what was set in their place may have been refused for being no tensor.
     tensors = contexts[0].loss_kwargs.tensors().values() if contexts else ()
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     head = facts_of(contexts, problem, device)
+    own = 0 if problem else sum(context.layout.num_tokens for context in contexts)
     local = [sum((_counts_of(part[index]) for part in parts), head.new_zeros(3)) for index in range(len(terms))]
-    vector = torch.cat([head, *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])
-    if _shared(terms, totals):
+    vector = torch.cat([head, head.new_tensor([own]), *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])
+    shared = _shared(contexts, terms, totals)
+    if shared:
         vector = all_reduce_sum(vector, group)
         check_facts(vector[:FACTS], problem, not contexts or contexts[0].loss_cfg.reduce_loss, group)
     elif problem is not None:
@@ -163,14 +171,19 @@ def _count(
         by_prompt = None
         if term.reduction == "prompt":
             by_prompt = _prompt_tokens([part[index] for part in parts], num_prompts_of(contexts), group)
-        counts.append(_with_totals(vector[FACTS + 3 * index :][:3], by_prompt, totals))
-    return counts
+        counts.append(_with_totals(vector[FACTS + 1 + 3 * index :][:3], by_prompt, totals))
+    if totals.tokens is not None:
+        return counts, vector.new_tensor(float(totals.tokens))
+    return counts, vector[FACTS] if shared else None
 
 
-def _shared(terms: Sequence[Term], totals: Totals) -> bool:
-    """Whether anything is counted over ranks; without terms this rank failed, and cannot know more than the totals."""
+def _shared(contexts: Sequence[Any], terms: Sequence[Term], totals: Totals) -> bool:
+    """Whether anything is counted over ranks; a rank that failed must say the same as the others."""
+    if not terms and contexts:
+        with contextlib.suppress(Exception):
+            terms = contexts[0].loss_cfg.terms()
     if not terms:
-        return totals == Totals()
+        return totals.gives_nothing
     return any(totals.counts(term.reduction) for term in terms)
 
 

@@ -50,7 +50,7 @@ class BaseRLLossConfig(BaseLossConfig):
     """Without old log-probs take the current ones: ratio 1, gradient -A."""
     loss_reduction: Reduction = "token"
     """Denominator of every term; see `rlloss.losses.calibration`."""
-    loss_length: float | None = Field(default=None, gt=0.0)
+    loss_length: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Constant length L for loss_reduction="constant" (Dr.GRPO)."""
 
     _liger_refuses: ClassVar[tuple[str, ...]] = (*BaseLossConfig._liger_refuses, "entropy_coef")

@@ -1,9 +1,10 @@
 """Counts of an optimiser step that the caller knows already."""
 
+import math
 from dataclasses import dataclass
 
-from rlloss.errors import ConfigError
-from rlloss.losses.terms import Reduction
+from rlloss.errors import BatchError, ConfigError
+from rlloss.losses.terms import Reduction, Term
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,41 @@ class Totals:
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "prompts", "world"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Totals({name}={value}): expected a number above 0, or None to count.")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"Totals({name}={value}): expected a finite number above 0, or None to count.")
+
+    @property
+    def gives_nothing(self) -> bool:
+        """Whether no count is given."""
+        return self.tokens is None and self.sequences is None and self.prompts is None
 
     def counts(self, reduction: Reduction) -> bool:
         """Tells whether a reduction has to be counted over ranks because its total is not given."""
-        given: dict[Reduction, float | None] = {"token": self.tokens, "sum": 1.0}
-        given |= dict.fromkeys(("sample", "sequence_sum", "constant"), self.sequences)
-        return given.get(reduction) is None
+        # The tokens of each prompt are counted in any case.
+        field = None if reduction == "prompt" else _DIVIDES_BY[reduction]
+        return reduction != "sum" and (field is None or getattr(self, field) is None)
+
+    def check(self, term: Term) -> None:
+        """Refuses a total of all tokens for a term that is about some of them.
+
+        Raises:
+            BatchError: It would divide by the total.
+        """
+        field = _DIVIDES_BY[term.reduction]
+        if term.mask is not None and field is not None and getattr(self, field) is not None:
+            raise BatchError(
+                f"Totals({field}={getattr(self, field)}) counts the whole step, but the term {term.name!r} is about "
+                f"some of its tokens only and divides by their own number. Leave {field} out, and calibrate all "
+                f"micro-batches of the step in one call of build_batches."
+            )
+
+
+_DIVIDES_BY: dict[Reduction, str | None] = {
+    "token": "tokens",
+    "sample": "sequences",
+    "sequence_sum": "sequences",
+    "constant": "sequences",
+    "prompt": "prompts",
+    "square": None,
+    "sum": None,
+}

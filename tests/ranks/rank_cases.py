@@ -74,11 +74,16 @@ def broken(how: str) -> None:
     bad = dist.get_rank() == 1
     sp = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))["sp"]
     config = GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"} if how.startswith("sp") else {})
-    mesh = sp if how.startswith("sp") else None
+    mesh, totals = sp if how.startswith("sp") else None, None
     if how == "no old_logprobs" and bad:
         contexts = [config.build(rl_batch(old_logprobs=None))]
+    elif how == "no old_logprobs, totals":
+        config, totals = GRPOLossConfig(loss_reduction="sample"), Totals(tokens=3)
+        contexts = [config.build(rl_batch(old_logprobs=None) if bad else rl_batch())]
     elif how == "no context" and bad:
         contexts = []
+    elif how == "no context, world":
+        contexts, totals = [] if bad else [config.build(rl_batch())], Totals(world=2)
     elif how == "no context, selection":
         config = GRPOLossConfig(policy_loss_cfg={"loss_type": "clip_cov"})
         contexts = [] if bad else [config.build(rl_batch())]
@@ -101,7 +106,7 @@ def broken(how: str) -> None:
         contexts = [config.build(rl_batch(), mesh) for _ in range(2 if bad else 1)]
     else:
         contexts = [config.build(rl_batch(), mesh)]
-    GRPOLossContext.build_batches(contexts)
+    GRPOLossContext.build_batches(contexts, totals=totals)
 
 
 def too_few_counted(kind: str) -> None:
