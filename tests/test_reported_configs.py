@@ -66,6 +66,65 @@ def test_a_refused_assignment_leaves_the_config_as_it_was():
     assert config == before
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: GRPOLossConfig.model_validate({"entropy_coeff": 0.1}), "Did you mean 'entropy_coef'"),
+        (lambda: GRPOLossConfig.model_validate({"policy_loss_cfg": {"loss_type": "gpso"}}), "Did you mean 'gspo'"),
+        (lambda: GRPOLossConfig.model_validate(7), "GRPOLossConfig: 7: "),
+        (lambda: GRPOLossConfig.model_validate_json('{"entropy_coef": -1}'), "entropy_coef=-1: "),
+        (lambda: GRPOLossConfig.model_validate_json("{"), "GRPOLossConfig: Invalid JSON"),
+        (lambda: CELossConfig.model_validate_strings({"temperature": "0"}), "temperature='0': "),
+        (lambda: RolloutImportanceSampling.model_validate({"rule": ()}), "Did you mean 'rules'"),
+        (lambda: GRPOLossConfig().model_copy(update={"entropy_coeff": 0.1}), "Did you mean 'entropy_coef'"),
+        (lambda: GRPOLossConfig().model_copy(update={"mode": "fast"}), "mode='fast'"),
+        (
+            lambda: GRPOLossConfig(entropy_coef=0.1).model_copy(update={"mode": "liger"}),
+            "does not support entropy_coef",
+        ),
+    ],
+)
+def test_every_way_to_make_a_config_names_what_is_wrong_in_one_line(made, message):
+    with pytest.raises(ConfigError) as caught:
+        made()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_copies_with_other_fields():
+    """Several fields may change that fit together only; the parts of a mixed loss follow its head."""
+    config = GRPOLossConfig(policy_loss_cfg={"cliprange_high": 0.3})
+    changed = config.model_copy(update={"loss_reduction": "constant", "loss_length": 8})
+    assert changed == GRPOLossConfig(
+        policy_loss_cfg={"cliprange_high": 0.3}, loss_reduction="constant", loss_length=8.0
+    )
+    assert changed.model_fields_set == {"policy_loss_cfg", "loss_reduction", "loss_length"}
+    assert config.model_copy(update={}) == config
+    part = CELossConfig()
+    mixed = MixedLossConfig(parts={"sft": part}, mode="chunk", temperature=0.7)
+    for copied in (mixed.model_copy(update={"temperature": 0.9}), mixed.model_copy(deep=True)):
+        assert copied.parts["sft"].temperature == copied.temperature
+        assert copied.parts["sft"].mode == "chunk"
+    assert (part.mode, mixed.parts["sft"].temperature) == ("eager", 0.7)
+
+
+@pytest.mark.parametrize(
+    "policy_loss_cfg",
+    [
+        {"loss_type": "sapo", "tau_pos": torch.inf},
+        {"loss_type": "sapo", "tau_neg": torch.inf},
+        {"loss_type": "vespo", "k_pos": torch.inf},
+        {"loss_type": "vespo", "lambda_neg": torch.inf},
+        {"loss_type": "dro", "beta": torch.inf},
+        {"loss_type": "opmd", "tau": torch.inf},
+        {"loss_type": "kl_cov", "ppo_kl_coef": torch.inf},
+    ],
+)
+def test_a_factor_is_a_finite_number(policy_loss_cfg):
+    with pytest.raises(ConfigError, match="finite"):
+        GRPOLossConfig(policy_loss_cfg=policy_loss_cfg)
+
+
 def test_infinite_bounds_survive_json():
     config = GRPOLossConfig(
         policy_loss_cfg={"cliprange_high": float("inf"), "clip_ratio_c": None},

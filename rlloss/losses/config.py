@@ -1,7 +1,8 @@
 """Pydantic bases: a strict model whose errors name the nearest field, and the config of all losses."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,26 +24,58 @@ class StrictModel(BaseModel):
     )
 
     def __init__(self, **fields: Any) -> None:
-        try:
+        with _named_errors(type(self)):
             super().__init__(**fields)
-        except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from error
+
+    @classmethod
+    def model_validate(cls, *args: Any, **options: Any) -> Self:
+        """Pydantic's, with our error."""
+        with _named_errors(cls):
+            return super().model_validate(*args, **options)
+
+    @classmethod
+    def model_validate_json(cls, *args: Any, **options: Any) -> Self:
+        """Pydantic's, with our error."""
+        with _named_errors(cls):
+            return super().model_validate_json(*args, **options)
+
+    @classmethod
+    def model_validate_strings(cls, *args: Any, **options: Any) -> Self:
+        """Pydantic's, with our error."""
+        with _named_errors(cls):
+            return super().model_validate_strings(*args, **options)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy; unlike in pydantic, changed fields are checked as those of a new config are.
+
+        Raises:
+            ConfigError: A changed field is unknown, or does not fit.
+        """
+        copied = super().model_copy(deep=deep)
+        return type(self)(**{**copied.given_fields(), **update}) if update else copied
+
+    def given_fields(self) -> dict[str, Any]:
+        """The fields that were set, as they were given: what a new config like this one is made of."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def __setattr__(self, name: str, value: Any) -> None:
         before = dict(self.__dict__)
         try:
-            super().__setattr__(name, value)
-        except (ValidationError, ConfigError) as error:
+            with _named_errors(type(self)):
+                super().__setattr__(name, value)
+        except ConfigError:
             # Checks over several fields see the new value in place; a refused one must not stay there.
             self.__dict__.clear()
             self.__dict__.update(before)
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(_explain(type(self), error)) from error
+            raise
 
 
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    return "; ".join(_sentence(model, item) for item in error.errors())
+@contextlib.contextmanager
+def _named_errors(model: type[BaseModel]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(model, item) for item in error.errors())) from error
 
 
 def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
@@ -50,14 +83,15 @@ def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         known = _fields_at(model, item["loc"][:-1])
         return f"{model.__name__}: unknown field {path!r}.{nearest(str(item['loc'][-1]), known)}"
-    cause = item.get("ctx", {}).get("error")
+    cause = item.get("ctx", {}).get("error") if item["type"] != "json_invalid" else item["msg"]
     if isinstance(cause, ConfigError):
         return str(cause) if str(cause).startswith(model.__name__) else f"{model.__name__}: {cause}"
     if cause is not None:
         return f"{model.__name__}: {cause}"
     if item["type"] == "missing":
         return f"{model.__name__}: field {path!r} is required"
-    return f"{model.__name__}: {path}={item['input']!r}: {item['msg']}"
+    given = repr(item["input"]) if len(repr(item["input"])) < 100 else f"{repr(item['input'])[:97]}..."
+    return f"{model.__name__}: {path + '=' if path else ''}{given}: {item['msg']}"
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:

@@ -48,7 +48,7 @@ class MixedLossConfig(BaseLossConfig):
 
     parts: dict[str, SerializeAsAny[BaseLossConfig]] = Field(min_length=1)
     """The losses by name; their order is that of `part_ids`. A dict names its class: {"loss": "CELossConfig", ...}."""
-    coefs: dict[str, float] = Field(default_factory=dict)
+    coefs: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
     """Factors of parts, 1 where none is given."""
     _given: dict[str, BaseLossConfig] = PrivateAttr(default_factory=dict)
     """The parts as they were given, before the fields of the head were set in them."""
@@ -77,6 +77,10 @@ class MixedLossConfig(BaseLossConfig):
         self.__dict__["parts"] = {name: with_shared(name, part, shared) for name, part in self._given.items()}
         self._shared = self.parts
         return self
+
+    def given_fields(self) -> dict[str, Any]:
+        """The fields as they were given; the parts without those of the head, which are set in them anew."""
+        return super().given_fields() | {"parts": self._given}
 
     def __eq__(self, other: object) -> bool:
         # Not the private fields: how the parts were given does not matter.

@@ -55,7 +55,7 @@ class KLCovConfig(CovarianceConfig):
 
     kl_cov_ratio: float = Field(default=2e-4, gt=0.0, le=1.0)
     """Share of all tokens that is held; at least one token."""
-    ppo_kl_coef: float = Field(default=0.1, ge=0.0)
+    ppo_kl_coef: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
     """Weight of |log-ratio| at these tokens; verl's default, its code without a config takes 1."""
 
 

@@ -171,9 +171,9 @@ def gspo(
 class SAPOConfig(RatioConfig):
     """SAPO (arXiv:2511.20347): a soft gate in the place of the clip."""
 
-    tau_pos: float = Field(default=1.0, gt=0.0)
+    tau_pos: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Steepness for A > 0."""
-    tau_neg: float = Field(default=1.05, gt=0.0)
+    tau_neg: float = Field(default=1.05, gt=0.0, allow_inf_nan=False)
     """Steepness for A <= 0."""
 
 

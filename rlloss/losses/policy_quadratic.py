@@ -14,7 +14,7 @@ from rlloss.losses.terms import Level
 class DROConfig(PolicyLossConfig):
     """DRO (arXiv:2405.19107); beta has no default that suits all."""
 
-    beta: float = Field(gt=0.0)
+    beta: float = Field(gt=0.0, allow_inf_nan=False)
     """Weight of the squared log-ratio."""
     level: Literal["token", "sequence"] = "token"
     """Square of the token's log-ratio, as in verl and Tinker, or of the whole sequence's, as in the paper."""
@@ -23,7 +23,7 @@ class DROConfig(PolicyLossConfig):
 class OPMDConfig(PolicyLossConfig):
     """Online policy mirror descent of Kimi k1.5 (arXiv:2501.12599)."""
 
-    tau: float = Field(default=0.1, gt=0.0)
+    tau: float = Field(default=0.1, gt=0.0, allow_inf_nan=False)
     """Weight of the squared log-ratio; ROLL's default."""
     level: Literal["token", "sequence"] = "sequence"
     """Square of the whole sequence's log-ratio, as in the paper, or of the token's, as in ROLL's kimi15."""

@@ -169,13 +169,13 @@ def topr(
 class VESPOConfig(PolicyLossConfig):
     """VESPO (arXiv:2602.10693): a smooth weight of the whole sequence's ratio, parameters of TRL and Liger."""
 
-    k_pos: float = Field(default=2.0, ge=0.0)
+    k_pos: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
     """Exponent of the ratio for A >= 0."""
-    lambda_pos: float = Field(default=3.0, ge=0.0)
+    lambda_pos: float = Field(default=3.0, ge=0.0, allow_inf_nan=False)
     """Decay in the ratio for A >= 0."""
-    k_neg: float = Field(default=3.0, ge=0.0)
+    k_neg: float = Field(default=3.0, ge=0.0, allow_inf_nan=False)
     """Exponent of the ratio for A < 0."""
-    lambda_neg: float = Field(default=2.0, ge=0.0)
+    lambda_neg: float = Field(default=2.0, ge=0.0, allow_inf_nan=False)
     """Decay in the ratio for A < 0."""
 
 

@@ -66,7 +66,7 @@ class ActorCriticLossConfig(PPOLossConfig):
     """Factor of the value term."""
     cliprange_value: float | None = Field(default=0.2, gt=0.0)
     """How far a value may move from the old one before the clip binds; None leaves the clip out (no old values)."""
-    huber_delta: float | None = Field(default=None, gt=0.0)
+    huber_delta: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Huber's loss, linear beyond this error; None is half the squared error."""
 
     @property
