@@ -33,15 +33,17 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
             "Use mode='chunk'."
         )
     _refuse_infinite_bias(inputs.bias)
-    hidden = inputs.layout.take(inputs.hidden)
+    hidden, weight, bias = inputs.layout.take(inputs.hidden), inputs.weight, inputs.bias
+    if options.float32_logits and hidden.dtype != torch.float64:
+        hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     if hidden.shape[0] == 0:
         # liger_kernel has no tile to run: an empty product keeps the graph.
-        log_prob = (hidden @ inputs.weight.T).sum(dim=-1).float()
-        if inputs.bias is not None:
-            log_prob = log_prob + inputs.bias.sum().float() * 0.0
+        log_prob = (hidden @ weight.T).sum(dim=-1).float()
+        if bias is not None:
+            log_prob = log_prob + bias.sum().float() * 0.0
     else:
         log_prob = _kernel().chunk_forward(
-            hidden[None], inputs.weight, inputs.labels[None], bias=inputs.bias, temperature=float(temperature)
+            hidden[None], weight, inputs.labels[None], bias=bias, temperature=float(temperature)
         )
         log_prob = _RefuseDoubleBackward.apply(log_prob)  # type: ignore[no-untyped-call]
     return TokenStats(log_prob.reshape(-1), None, inputs.layout.segments, inputs.labels)

@@ -51,7 +51,9 @@ class CELossContext(BaseLossContext):
 
     def _run_head(self, inputs: HeadInputs) -> HeadOutput:
         """In liger mode on CUDA: by liger_kernel's own cross-entropy, where every token weighs the same."""
-        plain = self.loss_cfg.mode == "liger" and self.loss_cfg.loss_reduction == "token" and inputs.vocab is None
+        config = self.loss_cfg
+        plain = config.mode == "liger" and config.loss_reduction == "token" and config.logits_dtype == "auto"
+        plain = plain and inputs.vocab is None
         weights = self.loss_kwargs.loss_weight
         if plain and weights is not None and type(self).token_loss is BaseLossContext.token_loss:
             total = fused_cross_entropy(inputs)
