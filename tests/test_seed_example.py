@@ -130,9 +130,9 @@ def test_custom_loss_recipe(chunk_size):
 
 def test_custom_loss_on_logits_is_refused_in_liger_mode():
     hidden, head, labels = small_model()
-    config = CustomLossConfig(arg1=1.0, mode="liger")
-    context = config.build(
-        {"shifted_labels": labels, "advantages": torch.ones(1, 4), "old_logprobs": -torch.ones(1, 4)}
-    )
+    with pytest.raises(ValueError, match=r"CustomLossConfig: CustomLossContext overrides loss_fn.*mode='chunk'"):
+        CustomLossConfig(arg1=1.0, mode="liger")
+    batch = {"shifted_labels": labels, "advantages": torch.ones(1, 4), "old_logprobs": -torch.ones(1, 4)}
+    made_by_hand = CustomLossContext(GRPOLossConfig(mode="liger"), GRPOLossConfig().build(batch).loss_kwargs)
     with pytest.raises(ValueError, match=r"overrides loss_fn.*mode='chunk'"):
-        CustomLossContext.build_batches([context])[0].forward(hidden, head.weight)
+        made_by_hand.forward(hidden, head.weight)

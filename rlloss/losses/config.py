@@ -1,8 +1,10 @@
 """Pydantic bases: a strict model whose errors name the nearest field, and the config of all losses."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +82,7 @@ def _named_errors(model: type[BaseModel]) -> Iterator[None]:
 
 def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(model, item["loc"][:-1])
         return f"{model.__name__}: unknown field {path!r}.{nearest(str(item['loc'][-1]), known)}"
     cause = item.get("ctx", {}).get("error") if item["type"] != "json_invalid" else item["msg"]
@@ -91,17 +93,22 @@ def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{model.__name__}: field {path!r} is required"
     given = repr(item["input"]) if len(repr(item["input"])) < 100 else f"{repr(item['input'])[:97]}..."
-    return f"{model.__name__}: {path + '=' if path else ''}{given}: {item['msg']}"
+    choices = re.findall("'([^']*)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
+    hint = nearest(str(item["input"]), choices)
+    return f"{model.__name__}: {path + '=' if path else ''}{given}: {item['msg']}{'.' if hint else ''}{hint}"
 
 
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    kind: Any = model
     for part in path:
-        field = model.model_fields.get(str(part))
-        inner = None if field is None else field.annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)
+        if isinstance(part, int):
+            kind = next(iter(get_args(kind)), None)
+        else:
+            field = getattr(kind, "model_fields", {}).get(part)
+            kind = None if field is None else field.annotation
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind)]
+    return list(getattr(kind, "model_fields", ()))
 
 
 class BaseLossConfig(StrictModel):
@@ -146,6 +153,34 @@ class BaseLossConfig(StrictModel):
                         f"{type(self).__name__}: mode='liger' does not support {name}={getattr(self, name)!r}. "
                         f"Use mode='chunk', or leave {name} at its default."
                     )
+            self._refuse_loss_on_logits()
+        return self
+
+    def _refuse_loss_on_logits(self) -> None:
+        from rlloss.losses.context import BaseLossContext
+
+        if type(self).loss_ctx_cls is BaseLossConfig.loss_ctx_cls:
+            return
+        if self.loss_ctx_cls.loss_fn is not BaseLossContext.loss_fn:
+            raise ConfigError(
+                f"{type(self).__name__}: {self.loss_ctx_cls.__name__} overrides loss_fn, which sees logits; "
+                "mode='liger' never forms them. Use mode='chunk'."
+            )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "BaseLossConfig":
+        reductions = [getattr(self, name, None) for name in ("loss_reduction", "entropy_reduction")]
+        constant, length = "constant" in reductions, getattr(self, "loss_length", None)
+        if constant and "loss_length" not in type(self).model_fields:
+            raise ConfigError(
+                f"{type(self).__name__}: the reduction 'constant' divides by a loss_length, which this loss does not "
+                "have. Use loss_reduction='sequence_sum', and divide the loss by a length of your own."
+            )
+        if constant != (length is not None):
+            raise ConfigError(
+                f"{type(self).__name__}: loss_reduction={reductions[0]!r} with loss_length={length}. The constant "
+                "reduction needs a loss_length (the longest response), and no other one takes it."
+            )
         return self
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError
 from rlloss.functional.kl import kl_penalty, resolve_kl_kind
 from rlloss.functional.policy import RatioKind, bounded_ratio, log_ratio_of
 from rlloss.heads import TokenStats
@@ -65,11 +65,6 @@ class BaseRLLossConfig(BaseLossConfig):
                 f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not depend on the "
                 "reference policy. Use 'k3', or 'k1+' for the unbiased gradient.",
                 stacklevel=2,
-            )
-        if ("constant" in (self.loss_reduction, self.entropy_reduction)) != (self.loss_length is not None):
-            raise ConfigError(
-                f"{name}: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. The constant "
-                "reduction needs a loss_length (the longest response), and no other one takes it."
             )
         return self
 

@@ -64,11 +64,6 @@ class ValueLossConfig(BaseLossConfig):
                     f"ValueLossConfig: {name}={getattr(self, name)!r} is about logits, which a critic does not have. "
                     f"Leave it at its default."
                 )
-        if (self.loss_reduction == "constant") != (self.loss_length is not None):
-            raise ConfigError(
-                f"ValueLossConfig: loss_reduction={self.loss_reduction!r} with loss_length={self.loss_length}. The "
-                f"constant reduction needs a loss_length (the longest response), and no other one takes it."
-            )
         return self
 
     @property
