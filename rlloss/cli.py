@@ -5,14 +5,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlloss.cli_bench import add_bench_options, run_bench
 from rlloss.cli_check import run_check
 from rlloss.cli_list import run_list
 from rlloss.cli_plot import add_plot_options, run_plot
 from rlloss.config_file import load_config
-from rlloss.errors import ConfigError, RLLossError
+from rlloss.errors import ConfigError, RLLossError, nearest, require_known
 
 if TYPE_CHECKING:
     from rlloss.training.config import TrainConfig
@@ -23,11 +23,26 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of rlloss: one line, with the nearest word that fits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse found."""
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None:
+            require_known(str(action.metavar or action.dest).lower(), value, action.choices)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit status; a user's mistake is one line on stderr and status 2."""
-    options = make_parser().parse_args(arguments)
-    verb: Verb = options.verb
     try:
+        options, unknown = make_parser().parse_known_args(arguments)
+        if unknown:
+            known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+            raise ConfigError(f"unrecognized argument {unknown[0]!r}.{nearest(unknown[0], known)}")
+        verb: Verb = options.verb
         return verb(options)
     except RLLossError as error:
         sys.stderr.write(f"rlloss: {error}\n")
@@ -39,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of all verbs."""
-    parser = argparse.ArgumentParser(prog="rlloss", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rlloss", description=__doc__, allow_abbrev=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     train = _verb(verbs, "train", run_train, "train as a config file says")
     _add_config(train)

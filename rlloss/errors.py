@@ -32,6 +32,22 @@ class BackendUnavailableError(RLLossError, ImportError):
     """An optional package, or a device it needs, is missing."""
 
 
+def require_known(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuses a name that is none of the known ones.
+
+    Args:
+        kind: What the name is of, for the message ("rule action").
+        name: What was given.
+        known: What there is.
+
+    Raises:
+        UnknownNameError: The name is not among them; the message offers the nearest one.
+    """
+    known = list(known)
+    if name not in known:
+        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(str(name), known)} Known: {', '.join(known)}.")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" for the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

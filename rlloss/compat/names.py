@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlloss.errors import UnknownNameError, nearest
+from rlloss.errors import require_known
 from rlloss.losses.terms import Reduction
 from rlloss.losses.totals import Totals
 
@@ -174,6 +174,5 @@ def verl_policy_loss(loss_mode: str, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
-    if name not in table:
-        raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(name, table)} Known: {', '.join(table)}.")
+    require_known(kind, name, table)
     return table[name]

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlloss.errors import BatchError, UnknownNameError, nearest
+from rlloss.errors import BatchError, require_known
 from rlloss.functional.advantage_registry import register_advantage
 
 HOLES = ("skip", "steps")
@@ -62,8 +62,7 @@ def gae(
             f"gae got rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask {tuple(mask.shape)}; "
             f"expected three tensors of one shape [B, T]."
         )
-    if holes not in HOLES:
-        raise UnknownNameError(f"unknown holes={holes!r}.{nearest(holes, HOLES)} Known: {', '.join(HOLES)}.")
+    require_known("holes", holes, HOLES)
     counted = mask != 0
     rewards = torch.where(counted, rewards.detach(), 0.0)
     values = torch.where(counted, values.detach(), 0.0)

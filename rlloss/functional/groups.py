@@ -1,12 +1,12 @@
 """Statistics of groups of sequences, the responses to one prompt."""
 
 import warnings
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, require_known
 
 Singleton = Literal["zero", "raw"]
 NanRewards = Literal["raise", "exclude"]
@@ -63,6 +63,7 @@ class Groups:
     def finish(self, advantages: Tensor, singleton: Singleton) -> Tensor:
         """Replaces the advantage of a group of one by 0 (with a warning) or its reward; 0 where excluded."""
         alone = self.valid & (self.count == 1)
+        require_known("singleton", singleton, get_args(Singleton))
         advantages = torch.where(alone, self.values if singleton == "raw" else 0.0, advantages)
         if singleton == "zero" and bool(alone.any()):
             warnings.warn(
@@ -86,6 +87,7 @@ def check_rewards(rewards: Tensor, group_ids: Tensor, nan: NanRewards = "raise")
         )
     if group_ids.is_floating_point() or group_ids.is_complex() or group_ids.dtype == torch.bool:
         raise BatchError(f"group_ids are {group_ids.dtype}, expected integers.")
+    require_known("nan", nan, get_args(NanRewards))
     bad = rewards.isinf() if nan == "exclude" else ~rewards.isfinite()
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])

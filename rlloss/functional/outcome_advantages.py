@@ -5,14 +5,16 @@ is infinite or NaN raises `BatchError`, and with `nan="exclude"` a NaN reward ta
 """
 
 from math import comb, sqrt
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError, ConfigError, require_known
 from rlloss.functional.advantage_registry import register_advantage
 from rlloss.functional.groups import Groups, NanRewards, Singleton
+
+Std = Literal["unbiased", "biased"]
 
 
 @register_advantage("scaled")
@@ -21,7 +23,7 @@ def scaled_advantages(
     group_ids: Tensor,
     scale: Literal["group", "batch", "none"] = "group",
     eps: float = 1e-4,
-    std: Literal["unbiased", "biased"] = "unbiased",
+    std: Std = "unbiased",
     nan: NanRewards = "exclude",
 ) -> Tensor:
     """Group-centred rewards over a standard deviation: of the group, of the whole batch, or of nothing.
@@ -39,6 +41,7 @@ def scaled_advantages(
     Source:
         arXiv:2402.03300 (group), arXiv:2508.08221 (batch), arXiv:2503.20783 (none); TRL's defaults.
     """
+    require_known("std", std, get_args(Std))
     groups = Groups(rewards, group_ids, nan)
     centred = groups.centred()
     if scale == "none":

@@ -6,12 +6,12 @@ masks or vetoes by bounds. Every published correction is a short list of such ru
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from rlloss.errors import ConfigError
+from rlloss.errors import ConfigError, require_known
 from rlloss.functional.policy import LOG_RATIO_BOUND, bounded_ratio
 from rlloss.layout import Segments
 from rlloss.metrics import EffectiveSampleSize, Mean, Metric, max_of, mean_of, min_of, moments_of
@@ -47,6 +47,10 @@ class RolloutRule:
     denominator: Denominator = "kept"
 
     def __post_init__(self) -> None:
+        require_known("rule level", self.level, get_args(Level))
+        require_known("rule statistic", self.statistic, get_args(Statistic))
+        require_known("rule action", self.action, get_args(Action))
+        require_known("rule denominator", self.denominator, get_args(Denominator))
         if self.action == "clamp" and (self.statistic != "ratio" or self.level == "max"):
             raise ConfigError(
                 f"a clamp rule makes importance weights out of ratios, but got statistic={self.statistic!r} at "

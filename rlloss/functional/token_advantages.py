@@ -1,15 +1,17 @@
 """Advantages token by token: `[B, T]` rewards and mask to `[B, T]`, 0 where the mask is 0, without a graph."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rlloss.distributed import Group
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, require_known
 from rlloss.functional.advantage_registry import register_advantage
 from rlloss.functional.groups import Groups, check_rewards
 from rlloss.functional.masked import masked_whiten
+
+Align = Literal["token", "column"]
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -102,7 +104,7 @@ def optimal_token_baseline_advantages(
     mask: Tensor,
     group_ids: Tensor,
     squared_norms: Tensor,
-    align: Literal["token", "column"] = "token",
+    align: Align = "token",
     zero_tail: bool = True,
 ) -> Tensor:
     """Rewards-to-go minus the baseline of least variance at each place of the responses to a prompt.
@@ -123,6 +125,7 @@ def optimal_token_baseline_advantages(
     Source:
         verl's `optimal_token_baseline`; Greensmith, Bartlett and Baxter (2004), theorem 8.
     """
+    require_known("align", align, get_args(Align))
     counted, _ = _counted(rewards, mask)
     returns = rewards_to_go(rewards, mask)
     check_rewards(returns.sum(1), group_ids)

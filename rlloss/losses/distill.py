@@ -6,10 +6,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError, ConfigError, require_known
 from rlloss.functional.bounds import bound
 from rlloss.functional.distill import forward_kl_topk
-from rlloss.functional.kl import kl_penalty, resolve_kl_kind
+from rlloss.functional.kl import KL_KINDS, kl_penalty, resolve_kl_kind
 from rlloss.heads import TokenStats
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
@@ -41,6 +41,8 @@ class DistillLossConfig(BaseLossConfig):
 
     @model_validator(mode="after")
     def _check_kind(self) -> "DistillLossConfig":
+        if self.kind != "topk":
+            require_known("kind", self.kind.removesuffix("+"), ("topk", *KL_KINDS))
         if self.kind != "topk" and resolve_kl_kind(self.kind) == "k1" and not self.kind.endswith("+"):
             raise ConfigError(
                 f"DistillLossConfig: the gradient of kind={self.kind!r} does not depend on the teacher. Use 'k3' or "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError, require_known
 from rlloss.heads import HeadOptions, Objective, TokenStats
 from rlloss.losses.batch import packed_mapping
 from rlloss.losses.config import BaseLossConfig
@@ -67,9 +67,8 @@ class MixedLossConfig(BaseLossConfig):
 
     @model_validator(mode="after")
     def _check_parts(self) -> "MixedLossConfig":
-        unknown = set(self.coefs) - set(self.parts)
-        if unknown:
-            raise ConfigError(f"coefs names {sorted(unknown)}, but the parts are {list(self.parts)}.")
+        for name in self.coefs:
+            require_known("part in coefs", name, self.parts)
         if self.parts is not self._shared:
             self._given = self.parts
         shared = {name: getattr(self, name) for name in _SHARED}
