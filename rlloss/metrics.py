@@ -201,6 +201,11 @@ def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, floa
     Returns:
         One float for each name.
     """
+    return {name: float(metric) for name, metric in over_ranks(metrics, group).items()}
+
+
+def over_ranks(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, Metric]:
+    """Reduces metrics over ranks to metrics, on the host, that may be merged further; see `reduce`."""
     kept = {name: metrics[name] for name in sorted(metrics) if isinstance(metrics[name], Metric)}
     if not kept:
         return {}
@@ -213,6 +218,5 @@ def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, floa
     extremes = sign * all_reduce_max(torch.where(is_sum, -torch.inf, sign * values), group)
     reduced = dict(zip(slots, torch.where(is_sum, sums, extremes).cpu().unbind(), strict=True))
     return {
-        name: float(type(metric)(**{part: reduced[name, part] for part in metric.parts()}))
-        for name, metric in kept.items()
+        name: type(metric)(**{part: reduced[name, part] for part in metric.parts()}) for name, metric in kept.items()
     }
