@@ -1,30 +1,40 @@
 """Checkpoints that are either whole or absent, and the random states that make a run resume bit for bit."""
 
+import base64
 import json
 import os
 import random
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from rlloss.distributed import all_gather_text, world_size
 from rlloss.errors import ConfigError, RLLossError
 from rlloss.training.extras import require
+from rlloss.training.ranks import is_main
 
-STATE_FILE = "state.pt"
-CONFIG_FILE = "config.json"
+FACTS_FILE = "run.json"
+"""Written last: a folder with it is whole."""
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 
 
 class Checkpoints:
-    """The checkpoints of one run, newest last.
+    """The checkpoints of one run, newest last; one format, whatever the number of ranks.
 
-    A checkpoint is written to a hidden folder, flushed to disk, and renamed; a folder under its final name is whole.
+    A checkpoint is written to a hidden folder by all ranks, each its part of the tensors, flushed to disk, and renamed
+    by the first rank once all have finished; a folder under its final name is whole.
 
     Args:
-        folder: Where they lie.
+        folder: Where they lie; the same disk for every rank.
         keep: How many of the newest stay.
     """
 
@@ -35,44 +45,38 @@ class Checkpoints:
     def saved(self) -> list[Path]:
         """Returns the whole checkpoints, oldest first."""
         found = [path for path in self.folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+        whole = [path for path in found if (path / FACTS_FILE).is_file()]
+        return sorted(whole, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
-    def save(self, step: int, state: dict[str, Any], config: dict[str, Any]) -> Path:
-        """Writes one checkpoint, then removes what is older than the newest `keep`.
+    def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Writes one checkpoint, then removes what is older than the newest `keep`; every rank must come here.
 
         Args:
             step: Steps of all phases that are done.
-            state: Tensors, numbers, strings, and containers of these.
-            config: The resolved config, as JSON can hold it.
+            tensors: By name, whole or sharded over the ranks.
+            facts: What JSON can hold; those of the first rank are written.
+
+        Raises:
+            RLLossError: A rank could not write, for instance because the disk is full; raised on every rank.
         """
         final = self.folder / f"{_PREFIX}{step:08d}"
         partial = self.folder / f"{_PARTIAL}{final.name}"
-        try:
-            self._write(partial, final, state, config)
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise RLLossError(
-                f"the checkpoint of step {step} cannot be written to {self.folder}: {error}. The ones before are "
-                f"whole: make room on the disk, then go on with --resume."
-            ) from error
-        for old in self.saved()[: -self.keep]:
-            shutil.rmtree(old)
-        return final
+        for part in (
+            lambda: self._begin(partial),
+            lambda: _save(tensors, partial),
+            lambda: self._finish(partial, final, facts),
+        ):
+            problem = _on_every_rank(part)
+            if problem:
+                if is_main():
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise RLLossError(
+                    f"the checkpoint of step {step} cannot be written to {self.folder}: {problem}. The ones before "
+                    f"are whole: make room on the disk, then go on with --resume."
+                )
 
-    def _write(self, partial: Path, final: Path, state: dict[str, Any], config: dict[str, Any]) -> None:
-        self._remove_partial()
-        partial.mkdir(parents=True)
-        torch.save(state, partial / STATE_FILE)
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-        for name in (STATE_FILE, CONFIG_FILE):
-            _flush(partial / name)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        _flush(self.folder)
-
-    def load(self, device: str) -> dict[str, Any]:
-        """Returns the state of the newest checkpoint.
+    def facts(self) -> dict[str, Any]:
+        """Returns the facts of the newest checkpoint.
 
         Raises:
             ConfigError: There is none.
@@ -80,37 +84,100 @@ class Checkpoints:
         saved = self.saved()
         if not saved:
             raise ConfigError(f"There is no checkpoint in {self.folder}. Start the run without --resume.")
-        try:
-            state: dict[str, Any] = torch.load(saved[-1] / STATE_FILE, map_location=device, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+        facts: dict[str, Any] = json.loads((saved[-1] / FACTS_FILE).read_text())
+        return facts
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Fills tensors in place from the newest checkpoint, whatever the number of ranks that wrote it.
+
+        Args:
+            tensors: By name, whole or sharded over the ranks.
+
+        Raises:
+            RLLossError: A tensor is missing there, or a file cannot be read.
+        """
+        newest = self.saved()[-1]
+        problem = _on_every_rank(lambda: _load(tensors, newest))
+        if problem:
             raise RLLossError(
-                f"The checkpoint {saved[-1]} cannot be read: {error}. Remove that folder to resume from the one before."
-            ) from error
-        return state
+                f"The checkpoint {newest} cannot be read: {problem}. Remove that folder to resume from the one before."
+            )
 
-    def config(self) -> dict[str, Any]:
-        """Returns the config that the newest checkpoint was written with."""
-        text = (self.saved()[-1] / CONFIG_FILE).read_text()
-        config: dict[str, Any] = json.loads(text)
-        return config
+    def _begin(self, partial: Path) -> None:
+        if is_main():
+            for path in self.folder.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(path)
+            partial.mkdir(parents=True)
 
-    def _remove_partial(self) -> None:
-        for path in self.folder.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(path)
+    def _finish(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
+        if not is_main():
+            return
+        (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2))
+        _flush(partial / FACTS_FILE)
+        _flush(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _flush(self.folder)
+        for old in self.saved()[: -self.keep]:
+            shutil.rmtree(old)
+
+
+def _on_every_rank(action: Callable[[], None]) -> str:
+    """Runs an action on every rank, waits for all, and returns on each of them what has gone wrong on any."""
+    problem = ""
+    try:
+        action()
+    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        problem = _sentence(error)
+    problems = all_gather_text(problem)
+    named = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    return "; ".join(named) if len(problems) > 1 else problem
+
+
+def _sentence(error: BaseException) -> str:
+    """Returns what a rank says of an error; torch wraps those of all ranks into one."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(str(inner).splitlines()[0] for inner, _ in error.failures.values()))
+    return str(error)
+
+
+class _Writer(FileSystemWriter):
+    """Writes this rank's part; an error is the system's own, which torch's packing would hide."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+
+def _save(tensors: dict[str, Tensor], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that one process is enough, where there is one
+        state_dict_saver.save(dict(tensors), storage_writer=_Writer(folder), no_dist=world_size() == 1)
+
+
+def _load(tensors: dict[str, Tensor], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=world_size() == 1)
 
 
 def random_states() -> dict[str, Any]:
-    """Returns the states of python's, numpy's and torch's generators."""
+    """Returns the states of python's, numpy's and torch's generators, as JSON can hold them."""
     numpy = require("numpy")
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     version, numbers, spare = random.getstate()
     states: dict[str, Any] = {
         "python": [version, list(numbers), spare],
-        "numpy": [name, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, gauss],
-        "torch": torch.get_rng_state(),
+        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
+        "torch": _text(torch.get_rng_state()),
     }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda"] = [_text(state) for state in torch.cuda.get_rng_state_all()]
     return states
 
 
@@ -120,10 +187,18 @@ def restore_random_states(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), spare))
     name, keys, position, has_gauss, gauss = states["numpy"]
     numpy = require("numpy")
-    numpy.random.set_state((name, keys.cpu().numpy().astype(numpy.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"].cpu())
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(_bytes(states["torch"]))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+        torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"][: torch.cuda.device_count()]])
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _flush(path: Path) -> None:

@@ -38,6 +38,8 @@ class Evaluator:
 
     def score(self, texts: Sequence[str], questions: Sequence[Question]) -> Tensor:
         """Returns the raw scores `[N]` of responses to questions."""
+        if not texts:  # a rank without rows
+            return torch.zeros(0, device=self.device)
         if self._on_texts is None:
             pairs = zip(texts, questions, strict=True)
             values: Any = [self.task.reward(text, question) for text, question in pairs]

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from rlloss.metrics import Metric, merge, reduce
 from rlloss.training.config import GRPOConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.phase import Batch, Phase, accumulate, adapted, build_counted, label_logprobs, take_rows
-from rlloss.training.ranks import micro_batches
+from rlloss.training.ranks import gather_rows, micro_batches, own_rows
 from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
 from rlloss.training.tasks import FULL_SCORE, Question, Task
 
@@ -67,19 +66,16 @@ class GRPOPhase(Phase):
         metrics |= {"seconds_rollout": sampled - started, "seconds_update": time.perf_counter() - sampled}
         return metrics
 
-    def state(self) -> dict[str, Any]:
-        """Returns the optimiser, and the reference policy where there is one."""
-        return {**super().state(), "reference": self._reference}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        super().restore(state)
-        self._reference = state["reference"]
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns those of the optimiser, and the reference policy where there is one."""
+        reference = {f"reference.{name}": value for name, value in (self._reference or {}).items()}
+        return {**super().tensors(), **reference}
 
     def _rewards(self, rollout: Rollout, questions: Sequence[Question]) -> Tensor:
         size = self.config.rollout.group_size
-        values = [self.task.reward(text, questions[row // size]) for row, text in enumerate(rollout.texts)]
-        return torch.tensor(values, device=self.policy.device)
+        rows = own_rows(len(rollout.texts))
+        values = [self.task.reward(rollout.texts[row], questions[row // size]) for row in rows]
+        return gather_rows(torch.tensor(values, dtype=torch.float32, device=self.policy.device))
 
     def _optimize(self, rollout: Rollout, advantages: Tensor, index: int) -> dict[str, float]:
         """Makes every optimiser step of one rollout."""
@@ -111,31 +107,23 @@ class GRPOPhase(Phase):
             "shifted_labels": labels,
             "advantages": advantages[rows],
             "rollout_logprobs": rollout.rollout_logprobs[rows],
-            "old_logprobs": self._logprobs(tokens, labels),
+            "old_logprobs": self._logprobs(None, tokens, labels),
         }
         if self._reference is not None:
-            batch["ref_logprobs"] = self._reference_logprobs(tokens, labels)
+            batch["ref_logprobs"] = self._logprobs(self._reference, tokens, labels)
         return batch
 
     def _accumulate(self, tokens: TokenBatch, batch: Batch, update: Tensor) -> dict[str, Metric]:
         micro = micro_batches(update, self.config.micro_batch_size)
         contexts = [build_counted(self.loss, take_rows(batch, part), counts) for part, counts in micro]
         contexts = GRPOLossContext.build_batches(contexts)
-        return accumulate(self.policy, contexts, [tokens.rows(part) for part, _ in micro])
+        return accumulate(self.policy.network, contexts, [tokens.rows(part) for part, _ in micro])
 
-    def _logprobs(self, tokens: TokenBatch, labels: Tensor) -> Tensor:
+    def _logprobs(self, weights: dict[str, Tensor] | None, tokens: TokenBatch, labels: Tensor) -> Tensor:
+        """Returns log-probs by the policy, or by other weights in its place."""
         size, temperature = self.config.micro_batch_size, self.config.rollout.temperature
-        return label_logprobs(self.policy, tokens, labels, size, temperature)
-
-    def _reference_logprobs(self, tokens: TokenBatch, labels: Tensor) -> Tensor:
-        """Evaluates the reference by lending its weights to the model for one pass."""
-        model, reference = self.policy.model, self._reference
-        current = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(reference)
-        try:
-            return self._logprobs(tokens, labels)
-        finally:
-            model.load_state_dict(current)
+        with self.policy.whole(weights) as policy:
+            return label_logprobs(policy, tokens, labels, size, temperature)
 
 
 def _rollout_metrics(rollout: Rollout, rewards: Tensor, group_size: int) -> dict[str, float]:

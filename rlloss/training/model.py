@@ -1,7 +1,8 @@
 """The policy: a causal language model of transformers, cut into a backbone and a head."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloss.errors import ConfigError
+from rlloss.losses.lm_head import LMHead
 from rlloss.training.config import ModelConfig
 from rlloss.training.extras import require
 
@@ -35,6 +37,41 @@ class TokenBatch:
         return TokenBatch(self.input_ids[index], self.attention_mask[index])
 
 
+def hidden_states(backbone: nn.Module, batch: TokenBatch) -> Tensor:
+    """Returns what a backbone puts under the head, `[B, T, H]`, with the positions and the mask of generation."""
+    takes_positions = "position_ids" in inspect.signature(backbone.forward).parameters
+    positions = {"position_ids": batch.position_ids} if takes_positions else {}
+    output = backbone(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **positions)
+    return output.last_hidden_state  # type: ignore[no-any-return]
+
+
+class Network(nn.Module):
+    """Backbone and head in one call, so that a wrapper which gathers weights has them there while the loss reads them.
+
+    Args:
+        model: A model of transformers with a head.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def head(self) -> LMHead:
+        """The output embeddings."""
+        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
+
+    def forward(self, batch: TokenBatch, loss_ctx: Any, **arguments: Any) -> Any:
+        """Returns what `loss_ctx.forward` gives on the hidden states of a batch and the head.
+
+        Args:
+            batch: Tokens.
+            loss_ctx: A calibrated context.
+            **arguments: More arguments of its `forward`, such as a value head.
+        """
+        return self.head(hidden_states(self.model.base_model, batch), loss_ctx, **arguments)
+
+
 class Policy:
     """A causal language model with its tokenizer.
 
@@ -50,13 +87,8 @@ class Policy:
         self.tokenizer = tokenizer
         self.eos_ids = _eos_ids(model, tokenizer)
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.backbone = model.base_model
-        self._takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
-
-    @property
-    def head(self) -> nn.Module:
-        """The output embeddings."""
-        return self.model.get_output_embeddings()  # type: ignore[no-any-return]
+        _take_loss_head(model)
+        self.network = Network(model)
 
     @property
     def device(self) -> torch.device:
@@ -76,18 +108,22 @@ class Policy:
             options["logit_scale"] = 1.0 / float(config.logits_scaling)
         return options
 
-    def hidden(self, batch: TokenBatch) -> Tensor:
-        """Returns the hidden states under the head, `[B, T, H]`, with the positions and the mask of generation."""
-        positions = {"position_ids": batch.position_ids} if self._takes_positions else {}
-        output = self.backbone(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **positions
-        )
-        return output.last_hidden_state  # type: ignore[no-any-return]
+    @contextmanager
+    def whole(self, weights: Mapping[str, Tensor] | None = None) -> Iterator["Policy"]:
+        """Gives a policy that has all of its weights on this rank, to generate or to score; no gradients.
 
-    def head_arguments(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the head's weight `[V, H]` and bias `[V]` or None."""
-        head = self.head
-        return head.weight, getattr(head, "bias", None)  # type: ignore[return-value]
+        Args:
+            weights: What `model.state_dict()` returned once; None takes the present weights.
+        """
+        if weights is None:
+            yield self
+            return
+        present = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(weights)
+        try:
+            yield self
+        finally:
+            self.model.load_state_dict(present)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens of the tokenizer's own."""
@@ -133,9 +169,8 @@ class Policy:
         """
         ids = torch.tensor([self.encode("12") or [self.pad_id]], device=self.device)
         batch = TokenBatch(ids, torch.ones_like(ids))
-        weight, bias = self.head_arguments()
         options = self.logit_options
-        logits = nn.functional.linear(self.hidden(batch), weight, bias) * options.get("logit_scale", 1.0)
+        logits = self.network.head(hidden_states(self.model.base_model, batch)) * options.get("logit_scale", 1.0)
         if "logit_softcap" in options:
             logits = options["logit_softcap"] * torch.tanh(logits / options["logit_softcap"])
         expected = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -167,6 +202,21 @@ def load_policy(config: ModelConfig, texts: Iterable[str], device: str) -> Polic
         pad_token_id=policy.pad_id, eos_token_id=list(policy.eos_ids)
     )
     return policy
+
+
+def _take_loss_head(model: Any) -> None:
+    """Puts an `LMHead` with the same weights in the place of the model's head."""
+    head = model.get_output_embeddings()
+    if isinstance(head, LMHead):
+        return
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"{type(model).__name__} has a {type(head).__name__} for a head, expected nn.Linear. Choose another "
+            f"architecture."
+        )
+    mine = LMHead(head.in_features, head.out_features, head.bias is not None, device="meta")
+    mine.weight, mine.bias = head.weight, head.bias
+    model.set_output_embeddings(mine)
 
 
 def character_tokenizer(texts: Iterable[str]) -> Any:

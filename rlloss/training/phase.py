@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
@@ -13,8 +14,9 @@ from rlloss.losses.logprob import LogProbConfig
 from rlloss.metrics import Metric, merge
 from rlloss.training.config import OptimizerConfig
 from rlloss.training.model import Policy, TokenBatch
-from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer
-from rlloss.training.ranks import average_gradients, gather_rows, share
+from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer, optimizer_tensors
+from rlloss.training.ranks import gather_rows, share
+from rlloss.training.sharding import reduce_gradients
 
 Batch = dict[str, Tensor]
 L = TypeVar("L", bound=BaseLossConfig)
@@ -36,7 +38,11 @@ class Phase(ABC):
         self.policy = policy
         self.steps = steps
         self.optimizer_config = config
-        self.optimizer = make_optimizer(policy.model, config)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW:
+        """The optimiser of the policy, made when it is first used."""
+        return make_optimizer(self.policy.network, self.optimizer_config)
 
     @abstractmethod
     def step(self, index: int) -> dict[str, float]:
@@ -52,35 +58,42 @@ class Phase(ABC):
 
     def apply_gradients(self, index: int) -> dict[str, float]:
         """Makes one optimiser step with the gradients that were accumulated."""
-        average_gradients(self.policy.model.parameters())
         lr = learning_rate(self.optimizer_config, index, self.steps)
-        norm = apply_gradients(self.policy.model, self.optimizer, lr, self.optimizer_config.max_grad_norm)
+        norm = apply_gradients(self.policy.network, self.optimizer, lr, self.optimizer_config.max_grad_norm)
         return {"lr": lr, "grad_norm": norm}
 
-    def state(self) -> dict[str, Any]:
-        """Returns what the phase needs to resume, beside the weights."""
-        return {"optimizer": self.optimizer.state_dict()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns by name, beside the weights, the tensors that a checkpoint saves, and fills in place to resume."""
+        return optimizer_tensors(self.optimizer)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        self.optimizer.load_state_dict(state["optimizer"])
+    def facts(self) -> dict[str, Any]:
+        """Returns the numbers that a checkpoint saves, as JSON can hold them."""
+        return {}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Takes over what `facts` returned, after the tensors were filled."""
+        assert not facts, facts
 
 
-def accumulate(policy: Policy, contexts: Sequence[BaseLossContext], batches: Sequence[TokenBatch]) -> dict[str, Metric]:
+def accumulate(
+    network: nn.Module, contexts: Sequence[BaseLossContext], batches: Sequence[TokenBatch], **arguments: Tensor
+) -> dict[str, Metric]:
     """Runs forward and backward over the micro-batches of one optimiser step.
 
     Args:
-        policy: The model.
+        network: What is trained; called with a batch and its context.
         contexts: Calibrated contexts, one for each micro-batch: their losses add up to the loss of the step.
         batches: The tokens of the micro-batches.
+        **arguments: More arguments of the contexts' `forward`.
 
     Returns:
-        The metrics of the step.
+        The metrics of this rank's part of the step.
     """
     extras = []
-    for context, batch in zip(contexts, batches, strict=True):
-        loss, (_, extra) = context.forward(policy.hidden(batch), *policy.head_arguments())
-        loss.backward()  # type: ignore[no-untyped-call]
+    for place, (context, batch) in enumerate(zip(contexts, batches, strict=True)):
+        reduce_gradients(network, place + 1 == len(contexts))
+        loss, (_, extra) = network(batch, context, **arguments)
+        loss.backward()
         extras.append(extra)
     return merge(extras)
 
@@ -89,13 +102,21 @@ def accumulate(policy: Policy, contexts: Sequence[BaseLossContext], batches: Seq
 def label_logprobs(
     policy: Policy, tokens: TokenBatch, labels: Tensor, micro_batch_size: int, temperature: float
 ) -> Tensor:
-    """Returns the log-probs of labels, `[N, T]`, nats, 0 at ignored positions, by the same head as the loss."""
+    """Returns the log-probs of labels, `[N, T]`, nats, 0 at ignored positions, by the same head as the loss.
+
+    Args:
+        policy: One that has all of its weights here.
+        tokens: Input tokens `[N, T]`, the same on every rank.
+        labels: Next tokens `[N, T]`.
+        micro_batch_size: Rows of one forward pass.
+        temperature: Of the sampling.
+    """
     config = adapted(LogProbConfig(mode="chunk", temperature=temperature), policy.logit_options)
     parts = [torch.zeros((0, labels.shape[1]), device=labels.device)]
     own = share(torch.arange(len(labels), device=labels.device))  # type: ignore[arg-type,var-annotated]
     for rows in torch.split(own, micro_batch_size) if len(own) else ():  # type: ignore[arg-type]
         context = config.build({"shifted_labels": labels[rows]})
-        parts.append(context.forward(policy.hidden(tokens.rows(rows)), *policy.head_arguments()).loss)
+        parts.append(policy.network(tokens.rows(rows), context).loss)
     return gather_rows(torch.cat(parts))
 
 
@@ -103,11 +124,6 @@ def adapted(config: L, options: Mapping[str, float]) -> L:
     """Returns a loss config with some fields set, validated anew."""
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     return type(config)(**{**fields, **options})
-
-
-def row_blocks(count: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the row numbers 0 to `count - 1` in blocks of `size`."""
-    return torch.split(torch.arange(count, device=device), size)
 
 
 def build_counted(config: BaseLossConfig, batch: Batch, counts: bool) -> BaseLossContext:

@@ -1,6 +1,5 @@
 """PPO: sample, score, estimate advantages with a critic, and update both in epochs of minibatches."""
 
-import copy
 import random
 import time
 from collections.abc import Sequence
@@ -14,13 +13,14 @@ from rlloss.functional.controllers import AdaptiveKLController, FixedKLControlle
 from rlloss.functional.gae import gae
 from rlloss.functional.masked import masked_whiten
 from rlloss.functional.ppo_rewards import TokenRewards, compute_rewards
-from rlloss.metrics import Metric, merge, reduce
+from rlloss.metrics import Metric, merge, over_ranks
 from rlloss.training.evaluator import Evaluator
 from rlloss.training.model import Policy
 from rlloss.training.phase import Batch, Phase, label_logprobs
 from rlloss.training.ppo_config import KLConfig, PPOConfig
 from rlloss.training.ppo_model import ActorCritic
 from rlloss.training.ppo_stats import rollout_statistics, update_statistics
+from rlloss.training.ranks import gather_rows, own_rows
 from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
 from rlloss.training.tasks import FULL_SCORE, Task
 
@@ -49,7 +49,7 @@ class PPOPhase(Phase):
         self.config = config
         self.task = task
         self.models = ActorCritic(policy, config)
-        self.reference = Policy(copy.deepcopy(policy.model).requires_grad_(False), policy.tokenizer)
+        self.reference = {name: value.clone() for name, value in policy.model.state_dict().items()}
         self.controller = _controller(config.kl)
         self.evaluator = Evaluator(config.evaluator, task, policy.device)
         self._prompts = prompts
@@ -65,8 +65,10 @@ class PPOPhase(Phase):
         seeds = [prompt_seed(self._seed, index, place) for place in places]
         rollout = sample(self.policy, [self._prompts[place] for place in places], seeds, self.config.rollout)
         questions = [self.task.train[place] for place in places for _ in range(size)]
-        raw = self.evaluator.score(rollout.texts, questions)
-        scores = self.evaluator.scaled(raw)
+        own = own_rows(len(questions))
+        raw = self.evaluator.score([rollout.texts[row] for row in own], [questions[row] for row in own])
+        scores = gather_rows(self.evaluator.scaled(raw))
+        raw = gather_rows(raw)
         sampled = time.perf_counter()
         batch, rewards = self._experience(rollout, scores)
         mask = rollout.labels != IGNORE
@@ -83,43 +85,45 @@ class PPOPhase(Phase):
         }
         return found
 
-    def state(self) -> dict[str, Any]:
-        """Returns optimisers, critic, reference, coefficient and running moments."""
-        return {
-            "models": self.models.state(),
-            "reference": self.reference.model.state_dict(),
-            "controller": self.controller.state_dict(),
-            "moments": self.evaluator.moments.state_dict(),
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns those of optimisers and critic, and the reference."""
+        return {**self.models.tensors(), **{f"reference.{name}": value for name, value in self.reference.items()}}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        self.models.restore(state["models"])
-        self.reference.model.load_state_dict(state["reference"])
-        self.controller.load_state_dict(state["controller"])
-        self.evaluator.moments.load_state_dict(state["moments"])
+    def facts(self) -> dict[str, Any]:
+        """Returns coefficient and running moments."""
+        return {"controller": self.controller.state_dict(), "moments": self.evaluator.moments.state_dict()}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Takes over what `facts` returned."""
+        self.controller.load_state_dict(facts["controller"])
+        self.evaluator.moments.load_state_dict(facts["moments"])
 
     def _experience(self, rollout: Rollout, scores: Tensor) -> tuple[Batch, TokenRewards]:
         """Makes the batch that every update of this rollout learns from."""
-        cfg, tokens, labels = self.config, rollout.tokens, rollout.labels
+        cfg, labels = self.config, rollout.labels
         mask = labels != IGNORE
-        batch = {"shifted_labels": labels}
-        temperature = cfg.rollout.temperature
-        batch["old_logprobs"] = label_logprobs(self.policy, tokens, labels, cfg.micro_batch_size, temperature)
-        reference = label_logprobs(self.reference, tokens, labels, cfg.micro_batch_size, temperature)
-        batch["values"] = self.models.values(tokens)
+        old, reference = self._logprobs(None, rollout), self._logprobs(self.reference, rollout)
+        batch = {"shifted_labels": labels, "old_logprobs": old, "values": self.models.values(rollout.tokens)}
         if cfg.loss.use_kl_loss:
             batch["ref_logprobs"] = reference
-        token_rewards = compute_rewards(
-            scores, batch["old_logprobs"], reference, mask, self.controller.value, cfg.kl.kind
-        )
-        rewards = token_rewards.rewards
+        rewards = compute_rewards(scores, old, reference, mask, self.controller.value, cfg.kl.kind)
+        # Statistics over the rollout count over ranks, so each of them gives its own rows only.
+        own = own_rows(len(labels))
+        rows = slice(own.start, own.stop)
+        given, counted = rewards.rewards[rows], mask[rows]
         if cfg.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, batch["returns"] = gae(rewards, batch["values"], mask, cfg.gamma, cfg.lam)
-        advantages = masked_whiten(advantages, mask)
-        batch["advantages"] = torch.where(advantages < 0, advantages * cfg.negative_scale, advantages)
-        return batch, token_rewards
+            given = masked_whiten(given, counted, shift_mean=False)
+        advantages, returns = gae(given, batch["values"][rows], counted, cfg.gamma, cfg.lam)
+        advantages = masked_whiten(advantages, counted)
+        batch["advantages"] = gather_rows(torch.where(advantages < 0, advantages * cfg.negative_scale, advantages))
+        batch["returns"] = gather_rows(returns)
+        return batch, rewards
+
+    def _logprobs(self, weights: dict[str, Tensor] | None, rollout: Rollout) -> Tensor:
+        """Returns log-probs by the policy, or by other weights in its place."""
+        size, temperature = self.config.micro_batch_size, self.config.rollout.temperature
+        with self.policy.whole(weights) as policy:
+            return label_logprobs(policy, rollout.tokens, rollout.labels, size, temperature)
 
     def _optimize(self, rollout: Rollout, batch: Batch, index: int) -> dict[str, float]:
         """Makes every update of one rollout, until it has moved far enough."""
@@ -129,7 +133,7 @@ class PPOPhase(Phase):
         for epoch in range(self.config.epochs):
             order = _permutation(len(rollout.labels), f"{self._seed} {index} {epoch}").to(rollout.labels.device)
             for rows in order.chunk(self.config.updates_per_epoch):
-                metrics = self.models.accumulate(rollout.tokens, batch, rows)
+                metrics = over_ranks(self.models.accumulate(rollout.tokens, batch, rows))
                 parts.append(metrics)
                 if _too_far(metrics, self.config.target_kl):
                     counts["early_stops"] = 1.0
@@ -151,10 +155,9 @@ class PPOPhase(Phase):
             name: value / len(parts) if name.startswith("loss/") else value
             for name, value in update_statistics(merged, self.models.vf_coef).items()
         }
-        ours = reduce(merged)
         ours = {
-            name: value / len(parts) if name == "loss" or name.endswith("_loss") else value
-            for name, value in ours.items()
+            name: float(metric) / (len(parts) if name == "loss" or name.endswith("_loss") else 1)
+            for name, metric in merged.items()
         }
         return {**ours, **{f"ppo/{name}": value for name, value in mean_losses.items()}, **numbers}
 

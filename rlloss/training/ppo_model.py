@@ -6,14 +6,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlloss.distributed import all_reduce_sum, world_size
+from rlloss.losses.context import BaseLossContext
 from rlloss.losses.ppo import ActorCriticLossConfig, ActorCriticLossContext, PPOLossContext
 from rlloss.losses.value import ValueLossContext
-from rlloss.metrics import Metric, merge
+from rlloss.metrics import Metric
 from rlloss.training.config import OptimizerConfig
-from rlloss.training.model import Policy, TokenBatch
-from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer
-from rlloss.training.phase import Batch, accumulate, adapted, row_blocks, take_rows
+from rlloss.training.model import Policy, TokenBatch, hidden_states
+from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer, optimizer_tensors
+from rlloss.training.phase import Batch, accumulate, adapted, build_counted, take_rows
 from rlloss.training.ppo_config import PPOConfig
+from rlloss.training.ranks import gather_rows, micro_batches
+from rlloss.training.sharding import blocks_of, shard
+
+
+class ValueReader:
+    """Reads values in the place of a loss.
+
+    Args:
+        head: From hidden states to a value.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def forward(self, hidden: Tensor, *unused: Tensor | None) -> Tensor:
+        """Returns the values `[B, T]`, float32, of hidden states `[B, T, H]`."""
+        return self._head(hidden.float()).squeeze(-1)  # type: ignore[no-any-return]
+
+
+class Critic(nn.Module):
+    """A backbone with a value head, in one call.
+
+    Args:
+        backbone: From tokens to hidden states.
+        head: From hidden states to a value.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, batch: TokenBatch, loss_ctx: Any) -> Any:
+        """Returns what `loss_ctx.forward` gives on the hidden states of a batch and the value head."""
+        return loss_ctx.forward(hidden_states(self.backbone, batch), self.head.weight, self.head.bias)
 
 
 class ActorCritic:
@@ -26,50 +62,55 @@ class ActorCritic:
 
     def __init__(self, policy: Policy, config: PPOConfig) -> None:
         self.policy, self.config = policy, config
-        self.shared = config.critic.backbone == "shared"
-        self.vf_coef = config.critic.vf_coef if self.shared else 1.0
-        weight = policy.head_arguments()[0]
-        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.float32)
+        self.vf_coef = config.critic.vf_coef if config.critic.backbone == "shared" else 1.0
+        width = policy.network.head.in_features
+        self.head = nn.Linear(width, 1, device=policy.device, dtype=torch.float32)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.body = policy if self.shared else Policy(copy.deepcopy(policy.model), policy.tokenizer)
+        self.critic = None if config.critic.backbone == "shared" else _own_critic(policy, self.head)
         options = {**policy.logit_options, "temperature": config.rollout.temperature}
         self.actor_loss = adapted(config.loss, options)
         self.critic_loss = config.critic.loss
-        self.joint_loss = _joint(self.actor_loss, config) if self.shared else None
-        self._trained = [nn.ModuleList([policy.model, *([self.head] if self.shared else [])])]
+        self.joint_loss = _joint(self.actor_loss, config) if self.critic is None else None
+        self._trained: list[nn.Module] = [policy.network]
         self._settings: list[OptimizerConfig] = [config.optimizer]
-        if not self.shared:
-            self._trained.append(nn.ModuleList([self.body.backbone, self.head]))
+        if self.critic is None:
+            self._trained = [nn.ModuleList([policy.network, self.head])]
+        else:
+            self._trained.append(self.critic)
             self._settings.append(config.critic.optimizer)
         self._optimizers = [make_optimizer(*pair) for pair in zip(self._trained, self._settings, strict=True)]
 
     @torch.no_grad()
     def values(self, tokens: TokenBatch) -> Tensor:
         """Returns the value of the state before each label, `[N, T]` float32."""
-        rows = row_blocks(len(tokens.input_ids), self.config.micro_batch_size, tokens.input_ids.device)
-        return torch.cat([self.head(self.body.hidden(tokens.rows(part)).float()).squeeze(-1) for part in rows])
+        count, length = tokens.input_ids.shape
+        rows = torch.arange(count, device=tokens.input_ids.device)
+        network, reader = self.critic or self.policy.network, ValueReader(self.head)
+        parts = [torch.zeros((0, length), device=rows.device)]
+        for block, counts in micro_batches(rows, self.config.micro_batch_size):
+            found = network(tokens.rows(block), reader)
+            parts += [found] if counts else []
+        return gather_rows(torch.cat(parts))
 
     def accumulate(self, tokens: TokenBatch, batch: Batch, rows: Tensor) -> dict[str, Metric]:
-        """Runs forward and backward over the micro-batches of one minibatch; returns its metrics."""
-        blocks = torch.split(rows, self.config.micro_batch_size)
-        data = [take_rows(batch, block) for block in blocks]
-        parts = [tokens.rows(block) for block in blocks]
-        if self.joint_loss is not None:
+        """Runs forward and backward over the micro-batches of one minibatch; returns this rank's metrics."""
+        micro = micro_batches(rows, self.config.micro_batch_size)
+        data = [(take_rows(batch, block), counts) for block, counts in micro]
+        parts = [tokens.rows(block) for block, _ in micro]
+        if self.critic is None:
+            assert self.joint_loss is not None
             return self._accumulate_joint(self.joint_loss, data, parts)
-        actors = PPOLossContext.build_batches([self.actor_loss.build(part) for part in data])
-        critics = ValueLossContext.build_batches([self.critic_loss.build(part) for part in data])
-        found = accumulate(self.policy, actors, parts)
-        extras = []
-        for context, part in zip(critics, parts, strict=True):
-            loss, (_, extra) = context.forward(self.body.hidden(part), self.head.weight, self.head.bias)
-            loss.backward()  # type: ignore[no-untyped-call]
-            extras.append(extra)
-        return {**merge(extras), **found}
+        actors = PPOLossContext.build_batches([build_counted(self.actor_loss, *part) for part in data])
+        critics = ValueLossContext.build_batches([build_counted(self.critic_loss, *part) for part in data])
+        found = accumulate(self.policy.network, actors, parts)
+        return {**accumulate(self.critic, critics, parts), **found}
 
     def apply_gradients(self, step: int, steps: int) -> dict[str, float]:
         """Makes one optimiser step of both, or of the critic alone while it warms up."""
         found: dict[str, float] = {}
+        if self.critic is None:
+            self._average_head()
         for place, (module, optimizer) in enumerate(zip(self._trained, self._optimizers, strict=True)):
             name, settings = ("", "critic_")[place], self._settings[place]
             # The policy's own warm-up begins when the critic's has ended.
@@ -87,34 +128,36 @@ class ActorCritic:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, Any]:
-        """Returns optimisers, value head, and an own backbone; the actor's weights are the run's."""
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "head": self.head.state_dict(),
-            "backbone": None if self.shared else self.body.backbone.state_dict(),
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns those of the optimisers and of the critic; the actor's weights are the run's."""
+        critic = self.head if self.critic is None else self.critic
+        found = {f"critic.{name}": value for name, value in critic.state_dict().items()}
+        for name, optimizer in zip(("actor", "critic"), self._optimizers, strict=False):
+            found |= {f"{name}.{key}": value for key, value in optimizer_tensors(optimizer).items()}
+        return found
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.head.load_state_dict(state["head"])
-        if not self.shared:
-            self.body.backbone.load_state_dict(state["backbone"])
+    def _average_head(self) -> None:
+        """Averages the gradient of a value head that every rank holds whole, beside a sharded backbone."""
+        for parameter in self.head.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(all_reduce_sum(parameter.grad) / world_size())
 
     def _accumulate_joint(
-        self, config: ActorCriticLossConfig, data: list[Batch], parts: list[TokenBatch]
+        self, config: ActorCriticLossConfig, data: list[tuple[Batch, bool]], parts: list[TokenBatch]
     ) -> dict[str, Metric]:
-        contexts = [ActorCriticLossContext(config, config.build(part).loss_kwargs) for part in data]
-        extras = []
-        for context, part in zip(ActorCriticLossContext.build_batches(contexts), parts, strict=True):
-            weight, bias = self.policy.head_arguments()
-            hidden = self.policy.hidden(part)
-            loss, (_, extra) = context.forward(hidden, weight, bias, self.head.weight, self.head.bias)
-            loss.backward()  # type: ignore[no-untyped-call]
-            extras.append(extra)
-        return merge(extras)
+        contexts: list[BaseLossContext] = [
+            ActorCriticLossContext(config, build_counted(config, *part).loss_kwargs) for part in data
+        ]
+        head = {"value_weight": self.head.weight, "value_bias": self.head.bias}
+        return accumulate(self.policy.network, ActorCriticLossContext.build_batches(contexts), parts, **head)
+
+
+def _own_critic(policy: Policy, head: nn.Linear) -> Critic:
+    with policy.whole() as whole:
+        backbone = copy.deepcopy(whole.model.base_model).requires_grad_(True)
+    critic = Critic(backbone, head)
+    shard(critic, blocks_of(backbone))
+    return critic
 
 
 def _joint(actor_loss: Any, config: PPOConfig) -> ActorCriticLossConfig:

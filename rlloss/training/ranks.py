@@ -6,16 +6,16 @@ rounding.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from rlloss.distributed import all_gather, all_reduce_max, all_reduce_sum, is_initialized, rank, world_size
+from rlloss.distributed import all_gather, all_reduce_max, is_initialized, rank, world_size
 from rlloss.errors import RLLossError
 
 TIME_LIMIT = 600.0
@@ -58,10 +58,15 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def own_rows(count: int) -> range:
+    """Returns this rank's part of the numbers 0 to `count - 1`: consecutive, of nearly equal size, in rank order."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+
+
 def share(items: Sequence[T]) -> Sequence[T]:
-    """Returns this rank's part of a sequence: consecutive, of nearly equal size, in the order of the ranks."""
-    bounds = [len(items) * place // world_size() for place in range(world_size() + 1)]
-    return items[bounds[rank()] : bounds[rank() + 1]]
+    """Returns this rank's part of a sequence; see `own_rows`."""
+    rows = own_rows(len(items))
+    return items[rows.start : rows.stop]
 
 
 def gather_rows(rows: Tensor) -> Tensor:
@@ -89,21 +94,6 @@ def micro_batches(rows: Tensor, size: int) -> list[tuple[Tensor, bool]]:
     own = rows.tensor_split(world_size())[rank()]
     blocks = [(block, True) for block in torch.split(own, size) if len(block)]
     return blocks + [(rows[:1], False)] * (-(-largest // size) - len(blocks))
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Averages gradients over ranks, in one collective for each dtype."""
-    if world_size() == 1:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for grads in by_dtype.values():
-        average = all_reduce_sum(torch.cat([grad.reshape(-1) for grad in grads])) / world_size()
-        for grad, part in zip(grads, torch.split(average, [grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
 
 
 def on_any_rank(flag: bool) -> bool:

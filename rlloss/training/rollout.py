@@ -91,11 +91,12 @@ def sample(policy: Policy, prompts: Sequence[Sequence[int]], seeds: Sequence[int
     own, own_seeds = share(prompts), share(seeds)
     responses = [torch.zeros((0, config.max_new_tokens), dtype=torch.long, device=policy.device)]
     logprobs = [torch.zeros((0, config.max_new_tokens), device=policy.device)]
-    for start in range(0, len(own), batch):
-        part = [list(prompt) for prompt in own[start : start + batch] for _ in range(size)]
-        sampler = SeededSampler(own_seeds[start : start + batch], size, config.temperature)
-        responses.append(_generate(policy, part, config.max_new_tokens, sampler))
-        logprobs.append(_widened(torch.stack(sampler.logprobs, -1), config.max_new_tokens, 0.0))
+    with policy.whole() as whole:
+        for start in range(0, len(own), batch):
+            part = [list(prompt) for prompt in own[start : start + batch] for _ in range(size)]
+            sampler = SeededSampler(own_seeds[start : start + batch], size, config.temperature)
+            responses.append(_generate(whole, part, config.max_new_tokens, sampler))
+            logprobs.append(_widened(torch.stack(sampler.logprobs, -1), config.max_new_tokens, 0.0))
     rows = [list(prompt) for prompt in prompts for _ in range(size)]
     group_ids = torch.arange(len(prompts), device=policy.device).repeat_interleave(size)
     sampled = gather_rows(torch.cat(responses)), gather_rows(torch.cat(logprobs))
@@ -106,8 +107,9 @@ def greedy(policy: Policy, prompts: Sequence[Sequence[int]], max_new_tokens: int
     """Returns the greedy response to each prompt."""
     own = share(prompts)
     responses = [torch.zeros((0, max_new_tokens), dtype=torch.long, device=policy.device)]
-    for start in range(0, len(own), batch_size):
-        responses.append(_generate(policy, own[start : start + batch_size], max_new_tokens, None))
+    with policy.whole() as whole:
+        for start in range(0, len(own), batch_size):
+            responses.append(_generate(whole, own[start : start + batch_size], max_new_tokens, None))
     return policy.decode(_trimmed(policy, gather_rows(torch.cat(responses))))
 
 

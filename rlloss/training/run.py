@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlloss.distributed import world_size
 from rlloss.errors import ConfigError
 from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
 from rlloss.training.config import TrainConfig
@@ -24,6 +24,7 @@ from rlloss.training.phase import Phase
 from rlloss.training.ppo import PPOPhase
 from rlloss.training.ranks import is_main, on_any_rank
 from rlloss.training.rollout import greedy
+from rlloss.training.sharding import distributed_policy
 from rlloss.training.supervised import SupervisedPhase
 from rlloss.training.tasks import FULL_SCORE, Task
 
@@ -67,7 +68,7 @@ class Run:
         self.task = Task(config.task)
         self.report.questions = len(self.task.heldout)
         texts = [text for part in (self.task.train, self.task.heldout) for q in part for text in (q.prompt, q.answer)]
-        self.policy: Policy = load_policy(config.model, texts, config.device)
+        self.policy: Policy = distributed_policy(load_policy(config.model, texts, config.device))
 
     def train(self, resume: bool = False) -> Report:
         """Runs every phase that is not done yet.
@@ -81,19 +82,20 @@ class Run:
         Raises:
             ConfigError: `resume` without a checkpoint, or with a config that differs; or a folder in use.
         """
-        state = self._load() if resume else None
-        if state is None and self.checkpoints.saved():
+        saved = self._read() if resume else None
+        if saved is None and self.checkpoints.saved():
             raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
         with (
             self._log() as log,
             StopRequest(lambda: log.say("stopping after this step; press Ctrl-C again to stop at once")) as stop,
         ):
-            self.report.finished = self._run_phases(log, stop, state)
-        if not is_main():
-            return self.report
-        (self.output / REPORT_FILE).write_text(json.dumps(asdict(self.report), indent=2))
+            self.report.finished = self._run_phases(log, stop, saved)
+        if is_main():
+            (self.output / REPORT_FILE).write_text(json.dumps(asdict(self.report), indent=2))
         if self.report.finished:
-            self.policy.save(self.output / "policy")
+            with self.policy.whole() as policy:
+                if is_main():
+                    policy.save(self.output / "policy")
         return self.report
 
     def _log(self) -> RunLog:
@@ -116,7 +118,7 @@ class Run:
         exact = sum(score >= FULL_SCORE for score in scores)
         return {"heldout_exact": exact / len(questions), "heldout_score": sum(scores) / len(questions)}
 
-    def _run_phases(self, log: RunLog, stop: StopRequest, state: dict[str, Any] | None) -> bool:
+    def _run_phases(self, log: RunLog, stop: StopRequest, saved: dict[str, Any] | None) -> bool:
         """Returns whether all phases came to their end."""
         phases: dict[str, tuple[int, Callable[[], Phase]]] = {
             SupervisedPhase.name: (self.config.supervised.steps, self._supervised),
@@ -124,14 +126,15 @@ class Run:
             PPOPhase.name: (self.config.ppo.steps, self._ppo),
         }
         order = [name for name, (steps, _) in phases.items() if steps]
-        current = state["phase"] if state else None
+        current = saved["phase"] if saved else None
         for name in order[order.index(current) if current else 0 :]:
             phase = phases[name][1]()
             done = 0
-            if state is not None and name == current:
-                phase.restore(state["phase_state"])
-                restore_random_states(state["random"])
-                done = state["phase_step"]
+            if saved is not None and name == current:
+                self.checkpoints.load(self._tensors(phase))
+                phase.restore(saved["phase_facts"])
+                restore_random_states(saved["random"])
+                done = saved["phase_step"]
             elif not self.report.heldout:
                 self._record(log, "start", self.evaluate())
             if not self._run_phase(phase, log, stop, done):
@@ -178,33 +181,32 @@ class Run:
         return GRPOPhase(self.policy, self.task, prompts, self.config.grpo, self.config.seed)
 
     def _ppo(self) -> Phase:
-        if world_size() > 1:
-            raise ConfigError("ppo.steps: PPO trains on one rank. Start it without torchrun, or set ppo.steps=0.")
         prompts = [self._encode(question.prompt) for question in self.task.train]
         return PPOPhase(self.policy, self.task, prompts, self.config.ppo, self.config.seed)
 
     def _config(self) -> dict[str, Any]:
         return self.config.model_dump(mode="json")
 
+    def _tensors(self, phase: Phase) -> dict[str, Tensor]:
+        weights = {f"policy.{name}": value for name, value in self.policy.model.state_dict().items()}
+        return {**weights, **phase.tensors()}
+
     def _save(self, phase: Phase, done: int) -> None:
-        state = {
+        facts = {
+            "config": self._config(),
             "phase": phase.name,
             "phase_step": done,
-            "phase_state": phase.state(),
-            "model": self.policy.model.state_dict(),
-            "random": random_states(),
+            "phase_facts": phase.facts(),
             "report": asdict(self.report),
+            "random": random_states(),
         }
-        if is_main():
-            self.checkpoints.save(self.report.step, state, self._config())
-        on_any_rank(False)  # nobody goes on before it is whole
+        self.checkpoints.save(self.report.step, self._tensors(phase), facts)
 
-    def _load(self) -> dict[str, Any]:
-        state = self.checkpoints.load(self.config.device)
-        _check_same(self.checkpoints.config(), self._config())
-        self.policy.model.load_state_dict(state["model"])
-        self.report = Report(**{**state["report"], "output": str(self.output)})
-        return state
+    def _read(self) -> dict[str, Any]:
+        facts = self.checkpoints.facts()
+        _check_same(facts["config"], self._config())
+        self.report = Report(**{**facts["report"], "output": str(self.output)})
+        return facts
 
 
 def _seed_everything(config: TrainConfig) -> None:

@@ -49,7 +49,7 @@ class SupervisedPhase(Phase):
         micro = micro_batches(torch.arange(len(chosen), device=labels.device), self.config.micro_batch_size)
         contexts = [build_counted(self.loss, {"shifted_labels": labels[part]}, counts) for part, counts in micro]
         contexts = CELossContext.build_batches(contexts)
-        metrics = reduce(accumulate(self.policy, contexts, [tokens.rows(part) for part, _ in micro]))
+        metrics = reduce(accumulate(self.policy.network, contexts, [tokens.rows(part) for part, _ in micro]))
         self._recent = [*self._recent, metrics["loss"]][-RECENT_STEPS:]
         return {**metrics, **self.apply_gradients(index)}
 
@@ -58,14 +58,13 @@ class SupervisedPhase(Phase):
         target, recent = self.config.target_loss, self._recent
         return target is not None and len(recent) == RECENT_STEPS and sum(recent) / RECENT_STEPS < target
 
-    def state(self) -> dict[str, Any]:
-        """Returns the optimiser and the last losses."""
-        return {**super().state(), "recent": self._recent}
+    def facts(self) -> dict[str, Any]:
+        """Returns the last losses."""
+        return {"recent": self._recent}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
-        super().restore(state)
-        self._recent = list(state["recent"])
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Takes over what `facts` returned."""
+        self._recent = list(facts["recent"])
 
 
 def supervised_batch(policy: Policy, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[TokenBatch, Tensor]:

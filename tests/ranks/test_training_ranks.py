@@ -14,8 +14,6 @@ import torch
 
 from ranks import training_runs
 from ranks.pool import Failure, Ranks
-from rlloss.errors import RLLossError
-from rlloss.training.checkpoint import Checkpoints
 
 pytest.importorskip("reasoning_gym")
 ROOT = Path(__file__).parents[2]
@@ -51,24 +49,6 @@ def test_a_killed_rank_ends_the_run_and_nothing_is_lost(tmp_path: Path, ranks: R
     ((resumed, report),) = ranks.run(training_runs.train, folder, 3, True, world=1, limit=60)
     assert report == {"finished": True, "step": 6}
     assert_close(resumed, undisturbed, 1e-5)
-
-
-def test_a_half_written_checkpoint_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill during the write leaves a hidden folder, which the next one removes; so does a full disk."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, {"value": torch.ones(3)}, {})
-
-    def full(state: Any, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(RLLossError, match=r"step 2 cannot be written(.|\n)*No space left(.|\n)*--resume"):
-            checkpoints.save(2, {"value": torch.zeros(3)}, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    (tmp_path / ".partial-step_00000003").mkdir()
-    assert torch.equal(checkpoints.load("cpu")["value"], torch.ones(3))
 
 
 @pytest.mark.slow

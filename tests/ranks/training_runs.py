@@ -34,7 +34,9 @@ def train(folder: str, steps: int, resume: bool = False) -> tuple[dict[str, Any]
     """Trains; returns the weights and the report."""
     run = Run(config_of(steps), Path(folder))
     report = run.train(resume=resume)
-    return dict(run.policy.model.state_dict()), {"finished": report.finished, "step": report.step}
+    with run.policy.whole() as policy:
+        weights = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    return weights, {"finished": report.finished, "step": report.step}
 
 
 def train_until(folder: str, steps: int, rank: int, place: tuple[str, int]) -> None:

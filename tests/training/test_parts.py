@@ -185,33 +185,44 @@ def test_advantages_check_their_shapes() -> None:
 def test_checkpoints_keep_the_newest_and_ignore_halves(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (8, 9, 10):
-        checkpoints.save(step, {"step": step}, {"a": step})
+        checkpoints.save(step, {"value": torch.full((3,), float(step))}, {"a": step})
     assert [path.name for path in checkpoints.saved()] == ["step_00000009", "step_00000010"]
     half = tmp_path / ".partial-step_00000011"
     half.mkdir()
-    (half / "state.pt").write_bytes(b"half")
-    assert checkpoints.load("cpu") == {"step": 10} and checkpoints.config() == {"a": 10}
-    checkpoints.save(11, {"step": 11}, {"a": 11})
-    assert checkpoints.load("cpu") == {"step": 11} and not half.exists()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step_00000012").mkdir()  # without its last file
+    value = torch.zeros(3)
+    checkpoints.load({"value": value})
+    assert torch.equal(value, torch.full((3,), 10.0)) and checkpoints.facts() == {"a": 10}
+    checkpoints.save(11, {"value": torch.full((3,), 11.0)}, {"a": 11})
+    checkpoints.load({"value": value})
+    assert torch.equal(value, torch.full((3,), 11.0)) and not half.exists()
 
 
-def test_a_write_that_is_cut_off_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_is_cut_off_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """The system itself stops the write, as on a full disk: no file may grow beyond 20 kB."""
+    resource = pytest.importorskip("resource")
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, {"step": 1}, {})
-
-    def cut_off(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(torch, "save", cut_off)
-    with pytest.raises(RLLossError, match="no space left on device"):
-        checkpoints.save(2, {"step": 2}, {})
-    assert checkpoints.load("cpu") == {"step": 1}
+    value = torch.ones(3)
+    checkpoints.save(1, {"value": value}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(RLLossError, match=r"step 2 cannot be written(.|\n)*File too large(.|\n)*--resume"):
+            checkpoints.save(2, {"value": torch.zeros(9000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    found = torch.zeros(3)
+    checkpoints.load({"value": found})
+    assert torch.equal(found, value)
+    with pytest.raises(RLLossError, match="cannot be read"):
+        checkpoints.load({"another": found})
 
 
 def test_loading_from_nothing_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without --resume"):
-        Checkpoints(tmp_path, keep=1).load("cpu")
+        Checkpoints(tmp_path, keep=1).facts()
 
 
 def test_random_states_come_back() -> None:
