@@ -2,29 +2,16 @@
 
 import argparse
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
-from rlloss.cli_trial import Trial
 from rlloss.config_file import load_config
+from rlloss.doctor import Finding, check_loss
 from rlloss.losses.config import BaseLossConfig, StrictModel
 
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        name: What was checked.
-        passed: Whether it holds; None where it does not apply.
-        detail: What was seen, in a sentence.
-    """
-
-    name: str
-    passed: bool | None
-    detail: str
+__all__ = ["Finding", "check_loss", "losses_in", "run_check"]
+INDENT = " " * 9
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -32,11 +19,25 @@ def run_check(options: argparse.Namespace) -> int:
     failed = False
     for path, config in losses_in(load_config(options.config, StrictModel, options.set)):
         sys.stdout.write(f"{path}: {type(config).__name__}(mode={config.mode!r})\n")
+        arguments = ", ".join(repr(given) for given in (str(options.config), path, *options.set))
         for finding in check_loss(config, options.seed):
-            mark = {True: "ok  ", False: "FAIL", None: "-   "}[finding.passed]
-            sys.stdout.write(f"  {mark} {finding.name:<18} {finding.detail}\n")
+            sys.stdout.write(report(finding, f"loss_of({arguments})"))
             failed |= finding.passed is False
     return int(failed)
+
+
+def report(finding: Finding, loss_cfg: str) -> str:
+    """Returns the lines about one finding: of a fault, with the smallest input and how to see it again."""
+    mark = {True: "ok  ", False: "FAIL", None: "-   "}[finding.passed]
+    text = f"  {mark} {finding.name:<18} {finding.detail}\n"
+    if not finding.example:
+        return text
+    count, tokens = len(finding.example), sum(len(columns["labels"]) for columns in finding.example)
+    size = f"{count} sequence{'s' * (count > 1)}, {tokens} token{'s' * (tokens > 1)}"
+    return (
+        f"{text}\n{INDENT}The smallest input that shows it ({size}):\n{_block(finding.table())}\n"
+        f"{INDENT}To see it again (it passes when the fault is gone):\n{_block(finding.snippet(loss_cfg))}\n"
+    )
 
 
 def losses_in(config: Any, path: str = "config") -> Iterator[tuple[str, BaseLossConfig]]:
@@ -48,34 +49,5 @@ def losses_in(config: Any, path: str = "config") -> Iterator[tuple[str, BaseLoss
             yield from losses_in(getattr(config, name), f"{path}.{name}")
 
 
-def check_loss(config: BaseLossConfig, seed: int = 0) -> list[Finding]:
-    """Checks one loss on small random float64 data.
-
-    Args:
-        config: The loss.
-        seed: Seed of the data.
-
-    Returns:
-        One finding for each check; an error inside a check is a finding that failed.
-    """
-    trial = Trial(config, seed)
-    checks: dict[str, Callable[[], tuple[bool | None, str]]] = {
-        "level": trial.level,
-        "chunk mode": trial.chunks,
-        "liger mode": trial.liger,
-        "splits": trial.splits,
-        "gradient": trial.gradient,
-        "ignored positions": trial.garbage,
-        "extreme ratios": trial.extremes,
-        "direction": trial.direction,
-    }
-    findings = []
-    for name, check in checks.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                passed, detail = check()
-            except Exception as error:
-                passed, detail = False, f"the loss raised {type(error).__name__}: {error}"
-        findings.append(Finding(name, passed, detail))
-    return findings
+def _block(text: str) -> str:
+    return textwrap.indent(text, INDENT + "  ") + "\n"

@@ -31,6 +31,7 @@ FLOORS: dict[str, float] = {
     "config_file": 4,
     "compat": 4,
     "bench": 4,
+    "doctor": 4,
     "__main__": 4,
 }
 # Modules of one floor are siblings that may not see each other, but the single files of floor 0 and of floor 4 share

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
-import torch
 
+from broken_losses import BROKEN, detached_ratio
 from rlloss import (
     ActorCriticLossConfig,
     CELossConfig,
-    CELossContext,
     DistillLossConfig,
     GRPOLossConfig,
     MixedLossConfig,
     OrealLossConfig,
+    RolloutImportanceSampling,
     ValueLossConfig,
     policy_loss_names,
     register_policy_loss,
@@ -20,23 +20,17 @@ from rlloss import (
 )
 from rlloss.cli import main
 from rlloss.cli_check import check_loss
-from rlloss.losses.terms import weighted_sum
+from rlloss.errors import RLLossError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
-@pytest.fixture
-def loss():
-    """Registers a policy loss for one test."""
-
-    def register(fn, **options):
-        if "on_trial" in policy_loss_names():
-            unregister_policy_loss("on_trial")
-        register_policy_loss("on_trial", **options)(fn)
-        return GRPOLossConfig(policy_loss_cfg={"loss_type": "on_trial"})
-
-    yield register
-    unregister_policy_loss("on_trial")
+@pytest.fixture(autouse=True)
+def _forget_registered_losses():
+    before = set(policy_loss_names())
+    yield
+    for name in set(policy_loss_names()) - before:
+        unregister_policy_loss(name)
 
 
 def failed(config) -> dict[str, str]:
@@ -54,6 +48,8 @@ def failed(config) -> dict[str, str]:
         OrealLossConfig(),
         DistillLossConfig(),
         MixedLossConfig(parts={"rl": GRPOLossConfig(), "sft": CELossConfig()}),
+        GRPOLossConfig(loss_reduction="prompt", top_entropy_quantile=0.5, off_policy_limit=0.2),
+        GRPOLossConfig(loss_reduction="constant", loss_length=9, rollout_is=RolloutImportanceSampling.icepop(0.5, 2.0)),
     ],
     ids=lambda config: type(config).__name__,
 )
@@ -68,76 +64,36 @@ def test_every_policy_loss_passes(name):
     assert failed(GRPOLossConfig(policy_loss_cfg=given)) == {}
 
 
-def test_a_token_loss_that_looks_across_tokens_is_found(loss):
-    def normalised(log_prob, old_log_prob, advantages):
-        ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
-        return -advantages * ratio / ratio.mean()
-
-    found = failed(loss(normalised))
-    assert "looks across tokens" in found["level"]
-    assert {"chunk mode", "splits"} <= found.keys()
-
-
-def test_the_same_loss_declared_as_a_sequence_loss_still_fails_the_split(loss):
-    def normalised(log_prob, old_log_prob, advantages):
-        ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
-        return -advantages * ratio / ratio.mean()
-
-    found = failed(loss(normalised, level="sequence"))
-    assert "splits" in found
-    assert not {"level", "chunk mode"} & found.keys()
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+def test_a_fault_is_found_with_a_small_input(broken):
+    config = broken.config()
+    faults = {finding.name: finding for finding in check_loss(config) if finding.passed is False}
+    assert set(broken.fails) <= faults.keys()
+    first = faults[broken.fails[0]]
+    assert broken.words in first.detail
+    assert len(first.example) <= 2
+    assert sum(len(columns["labels"]) for columns in first.example) <= broken.tokens
+    for fault in faults.values():
+        assert len(fault.example) <= 2 and all(len(columns["labels"]) <= 3 for columns in fault.example)
+        with pytest.raises((AssertionError, RLLossError, RuntimeError, KeyError)):
+            run_snippet(fault, config)
 
 
-def test_a_local_denominator_is_found():
-    class LocalMean(CELossContext):
-        def token_loss(self, stats, loss_kwargs):
-            return -stats.log_prob.mean(), {}
-
-    class LocalMeanConfig(CELossConfig):
-        @property
-        def loss_ctx_cls(self):
-            return LocalMean
-
-    assert "counted inside a micro-batch" in failed(LocalMeanConfig())["splits"]
+def run_snippet(finding, config):
+    exec(finding.snippet("given"), {"given": config})
 
 
-def test_a_wrong_sign_and_a_missing_clamp_are_found(loss):
-    found = failed(loss(lambda log_prob, old_log_prob, advantages: advantages * (log_prob - old_log_prob).exp()))
-    assert "against the advantage" in found["direction"]
-    found = failed(loss(lambda log_prob, old_log_prob, advantages: -advantages * ((log_prob - old_log_prob) * 8).exp()))
-    assert "clamp the log-ratio" in found["extreme ratios"]
+def test_a_snippet_passes_when_the_fault_is_gone():
+    config = BROKEN[0].config()
+    sound = GRPOLossConfig()
+    for finding in check_loss(config):
+        if finding.passed is False:
+            run_snippet(finding, sound)
 
 
-def test_a_detached_gradient_is_found_unless_it_is_declared(loss):
-    def detached(log_prob, old_log_prob, advantages):
-        return -advantages * (log_prob - old_log_prob).clamp(-20, 20).exp().detach() * log_prob
-
-    assert "surrogate=True" in failed(loss(detached))["gradient"]
-    assert failed(loss(detached, surrogate=True)) == {}
-
-
-def test_garbage_that_reaches_the_loss_is_found():
-    class Leaky(CELossContext):
-        def loss_fn(self, hidden_states, head_weight, head_bias, loss_kwargs):
-            logits = hidden_states @ head_weight.T
-            labels = loss_kwargs.shifted_labels
-            log_prob = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-            return -(log_prob * loss_kwargs.loss_weight).sum(), (logits, {})
-
-    class LeakyConfig(CELossConfig):
-        @property
-        def loss_ctx_cls(self):
-            return Leaky
-
-    found = failed(LeakyConfig())
-    assert found.keys() == {"ignored positions"}
-    assert weighted_sum(torch.tensor([torch.nan, 1.0]), torch.tensor([0.0, 2.0])) == 2.0
-
-
-def test_a_loss_that_raises_is_a_finding(loss):
-    assert (
-        "the loss raised KeyError" in failed(loss(lambda policy_loss_cfg, log_prob: policy_loss_cfg["gone"]))["level"]
-    )
+def test_a_detached_gradient_may_be_declared():
+    register_policy_loss("declared", surrogate=True)(detached_ratio)
+    assert failed(GRPOLossConfig(policy_loss_cfg={"loss_type": "declared"})) == {}
 
 
 def test_the_command_reports_every_loss_of_a_config_file(capsys, tmp_path):

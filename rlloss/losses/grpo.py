@@ -135,12 +135,7 @@ class GRPOLossConfig(BaseRLLossConfig):
             "policy_loss_cfg": self.policy_loss_cfg,
         }
         result = loss.fn(**{name: available[name] for name in loss.needs})
-        values, metrics = result if isinstance(result, tuple) else (result, {})
-        if values.shape not in ((), stats.log_prob.shape):
-            raise ConfigError(
-                f"policy loss {loss.name!r} returned shape {tuple(values.shape)}, expected "
-                f"[N]={tuple(stats.log_prob.shape)} or a scalar that already used loss_weights."
-            )
+        values, metrics = loss.read(result, stats.log_prob)
         if keep is not None:
             values = values if values.ndim == 0 else torch.where(keep, values, 0.0)
             metrics = {**metrics, "policy_kept": mean_of(keep)}

@@ -109,6 +109,28 @@ class PolicyLoss:
             return given
         return self.config(**{"loss_type": self.name, **fields})
 
+    def read(self, result: Any, log_prob: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        """Returns the numbers and metrics that the function returned.
+
+        Raises:
+            ConfigError: They are something else than `[N]` or a scalar, alone or with a dict.
+        """
+        expected = f"[N]={tuple(log_prob.shape)} or a scalar that already used loss_weights"
+        parts = result if isinstance(result, tuple) else (result, {})
+        if len(parts) != 2 or not isinstance(parts[1], dict):
+            raise ConfigError(
+                f"policy loss {self.name!r} returned {len(parts)} things, expected numbers, or numbers and a dict of "
+                f"metrics. Numbers are {expected}."
+            )
+        values, metrics = parts
+        if not isinstance(values, Tensor):
+            raise ConfigError(
+                f"policy loss {self.name!r} returned a {type(values).__name__}, expected a tensor: {expected}."
+            )
+        if values.shape not in ((), log_prob.shape):
+            raise ConfigError(f"policy loss {self.name!r} returned shape {tuple(values.shape)}, expected {expected}.")
+        return values, metrics
+
 
 _REGISTRY: Registry[PolicyLoss] = Registry("policy loss")
 
