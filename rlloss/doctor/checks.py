@@ -2,8 +2,8 @@
 
 import math
 
+from rlloss.doctor.behaviour import direction, extremes, gradient, ignored
 from rlloss.doctor.diagnosis import explain
-from rlloss.doctor.numbers import direction, extremes, gradient, ignored
 from rlloss.doctor.sequences import Sequence
 from rlloss.doctor.step import How, Outcome, step
 from rlloss.doctor.verdict import EXACT, Check, Verdict, distance_line, listed, same

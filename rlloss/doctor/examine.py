@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlloss.config_file import load_config
+from rlloss.doctor.behaviour import ignored
 from rlloss.doctor.checks import CHECKS, runs
 from rlloss.doctor.diagnosis import explain
-from rlloss.doctor.numbers import ignored
 from rlloss.doctor.sequences import Sequence, log_probs, names_of, random_sequences
 from rlloss.doctor.shrink import shrink
 from rlloss.doctor.verdict import Check, Verdict

@@ -36,8 +36,8 @@ def sequence(**columns: Any) -> Sequence:
 
     Example:
         >>> from rlloss.doctor import sequence
-        >>> sequence(log_prob=[-1.0], old_logprobs=[-1.0], advantages=[1.0])["logits"].exp().sum()
-        tensor(1.0000, dtype=torch.float64)
+        >>> sequence(log_prob=[-1.0], old_logprobs=[-1.0], advantages=[1.0])["logits"].shape
+        torch.Size([1, 2])
     """
     given = {name: _column(values) for name, values in columns.items()}
     if "log_prob" in given:
