@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlloss.heads.logits import LOG_FLOOR
 
-
 @dataclass(frozen=True)
 class RowStats:
     """Numbers of each row of a chunk, all `[C]`.
@@ -21,8 +20,8 @@ class RowStats:
         shift: What q is the logit less of: the largest logit, or a number near it.
         q_label: q of the label.
         rest: Sum of `E` over the other words, r.
-        total: `s = r + exp(q_y)`.
-        log_total: `log s`, exact when the label is the largest logit.
+        total: `s = r + exp(q_y)`; inf for a label that is certain.
+        log_total: `log s`, exact when the label is the largest logit, finite also where `s` is not.
         entropy: Entropy of the row, nats, or `None`.
         q_extra: `[C, K]`, q of K more words, or `None`.
     """
@@ -151,13 +150,16 @@ def row_stats(
     q_extra = None if extra_logits is None else (extra_logits - shift[:, None]).clamp(min=LOG_FLOOR)
     label_part = q_label.exp()
     total = rest + label_part
-    log_total = torch.where(q_label == 0, torch.log1p(rest), torch.log(total))
+    # r / E_y is what an almost certain label leaves to the other words, also where E_y itself overflows.
+    ratio = rest / label_part
+    log_total = torch.where(q_label >= 0, q_label + torch.log1p(ratio), torch.log(total))
     # log p = -log(1 + r / E_y) has all its digits, from nearly certain labels to the rarest that E_y can hold.
     rare = label_part < torch.finfo(total.dtype).tiny
-    log_prob = torch.where(rare, q_label - log_total, -torch.log1p(rest / label_part))
+    log_prob = torch.where(rare, q_label - log_total, -torch.log1p(ratio))
     entropy = None
     if weighted is not None:
-        entropy = log_total - (weighted + label_part * q_label) / total
+        certain = torch.log1p(ratio) + (q_label * ratio - weighted / label_part) / (1.0 + ratio)
+        entropy = torch.where(q_label >= 0, certain, log_total - (weighted + label_part * q_label) / total)
     return RowStats(log_prob, shift, q_label, rest, total, log_total, entropy, q_extra)
 
 
