@@ -1,5 +1,7 @@
 """The three matrix products of a head, some columns of the vocabulary at a time, and the dtypes they run in."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -55,10 +57,10 @@ class Products:
             if self.rounds:
                 out.copy_(out.to(self.weight.dtype))
         elif self.rounds:
-            product = torch.mm(hidden, weight.T)
-            out.copy_(product if bias is None else product.add_(bias[columns]))
+            narrow = None if bias is None else bias[columns].to(weight.dtype)
+            out.copy_(torch.mm(hidden, weight.T) if narrow is None else torch.addmm(narrow, hidden, weight.T))
         else:
-            out.copy_(_mm_wide(hidden, weight.T, self.dtype))
+            multiply_wide(hidden, weight.T, out, first=True)
             if bias is not None:
                 out.add_(bias[columns])
 
@@ -67,10 +69,10 @@ class Products:
         self._accumulate(numbers.to(self.operand_dtype), self._weight(columns), out, first)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
-        """Returns `factor * hidden` as an operand; 16-bit ones with their largest number near 1, or they underflow."""
+        """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
         folded = hidden * factor[:, None]
-        if folded.dtype == self.operand_dtype:
-            return Folded(folded, None)
+        if self.operand_dtype != torch.float16:
+            return Folded(folded.to(self.operand_dtype), None)
         unit = folded.abs().amax().clamp(min=1e-30)
         return Folded((folded / unit).to(self.operand_dtype), unit)
 
@@ -81,10 +83,12 @@ class Products:
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:
         if left.dtype == out.dtype:
             torch.mm(left, right, out=out) if first else out.addmm_(left, right)
-            return
-        product = _mm_wide(left, right, out.dtype)
-        product = product if unit is None else product.mul_(unit)
-        out.copy_(product) if first else out.add_(product)
+        elif unit is None:
+            multiply_wide(left, right, out, first)
+        else:
+            product = torch.empty_like(out)
+            multiply_wide(left, right, product, first=True)
+            torch.mul(product, unit, out=out) if first else out.addcmul_(product, unit)
 
     def _weight(self, columns: slice) -> Tensor:
         part = self.weight[columns]
@@ -95,8 +99,33 @@ class Products:
         return self._tile[: part.shape[0]].copy_(part)
 
 
-def _mm_wide(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiplies 16-bit matrices into float32; without rounding in between where torch has a product that does it."""
-    if left.device.type == "cuda" and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left, right).to(dtype)
+def multiply_wide(left: Tensor, right: Tensor, out: Tensor, first: bool) -> None:
+    """Writes the product of 16-bit matrices to a float32 one, or adds it; rounds in between only where torch has to."""
+    multiplies, adds = (False, False) if left.device.type != "cuda" else _wide_products(left.device, left.dtype)
+    if first and multiplies:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    elif adds and not first:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        product = torch.mm(left, right, out_dtype=out.dtype) if multiplies else torch.mm(left, right)
+        out.copy_(product) if first else out.add_(product)
+
+
+@functools.cache
+def _wide_products(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether this torch multiplies 16-bit matrices into float32 on a device, and whether it adds them to one."""
+    one = torch.ones(1, 1, device=device, dtype=dtype)
+    total = torch.ones(1, 1, device=device)
+    # torch has it since 2.8, not on ROCm; a float32 matrix to add to was refused at first.
+    return (
+        _runs(lambda: torch.mm(one, one, out_dtype=torch.float32)),
+        _runs(lambda: torch.addmm(total, one, one, out_dtype=torch.float32, out=total)),
+    )
+
+
+def _runs(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (RuntimeError, TypeError):
+        return False
+    return True

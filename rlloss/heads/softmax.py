@@ -11,6 +11,10 @@ from torch import Tensor
 
 from rlloss.heads.logits import LOG_FLOOR
 
+LARGEST_TOTAL = 1e20
+"""Sums of exponentials beyond this belong to a label that is certain, whose other words have no gradient."""
+
+
 @dataclass(frozen=True)
 class RowStats:
     """Numbers of each row of a chunk, all `[C]`.
@@ -84,6 +88,18 @@ class RowGradients:
         if self.entropy is not None:
             found = found | (self.entropy != 0)
         return found if self.extra is None else found | (self.extra != 0).any(dim=-1)
+
+    def unit(self, stats: RowStats) -> Tensor:
+        """Returns for each row what its derivatives by the logits are numbers of order `E` times, `[C]`, positive."""
+        largest = self.log_prob.abs()
+        for part in (self.entropy, None if self.extra is None else self.extra.abs().sum(dim=-1)):
+            largest = largest if part is None else torch.maximum(largest, part.abs())
+        return torch.where(largest > 0, largest, 1.0) / stats.total.clamp(max=LARGEST_TOTAL)
+
+    def over(self, factor: Tensor) -> "RowGradients":
+        """Returns the derivatives divided by a number for each row."""
+        extra = None if self.extra is None else self.extra / factor[:, None]
+        return RowGradients(self.log_prob / factor, None if self.entropy is None else self.entropy / factor, extra)
 
     def split_extra(self, labels: Tensor, extra_ids: Tensor | None) -> "RowGradients":
         """Moves what belongs to the label itself, where it is among the more words, into `log_prob`."""

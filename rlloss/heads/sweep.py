@@ -125,8 +125,12 @@ class Sweep:
             target = -stats.rest
         else:
             grads = grads.split_extra(labels, self._extra_ids(rows))
-            self._write_gradient(rows, stats, grads)
             factor = torch.ones_like(grads.log_prob)
+            if self.products.operand_dtype == torch.float16:
+                # A derivative of 1 / tokens has no digits left there: each row is multiplied up, and its factor folded.
+                factor = grads.unit(stats)
+                grads = grads.over(factor)
+            self._write_gradient(rows, stats, grads)
             target = -label_gradient(stats, grads) * self.transform.slope(stats.q_label, stats.shift, temperature)
         self._accumulate(rows, factor, labels, target)
 
