@@ -228,7 +228,7 @@ def _loss_of(model: Any, context: BaseRLLossContext, inputs: dict[str, Any], flo
     length = int(context.loss_kwargs.shifted_labels.shape[1])
     hidden = hf.hidden_states(model, inputs)[:, -length - 1 : -1]
     head = hf.find_head(model)
-    hidden = hidden.to(head.weight.device)
+    hidden = head.inputs(hidden.to(head.weight.device))
     if not float32:
         return context.forward(hidden, head.weight, head.bias)
     with torch.autocast(hidden.device.type, enabled=False):
