@@ -18,7 +18,8 @@ LogProbKwargs LossOutput RolloutImportanceSampling Totals
 PPOLossConfig PPOLossContext PPOLossKwargs ValueLossConfig ValueLossContext ValueLossKwargs
 ActorCriticLossConfig ActorCriticLossContext ActorCriticLossKwargs
 BaseLossConfig BaseLossContext BaseLossKwargs BaseRLLossConfig BaseRLLossContext BaseRLLossKwargs PerSequence PerToken
-PolicyLossConfig Term TokenStats get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
+PolicyLossConfig Term TokenRecord TokenStats
+get_policy_loss policy_loss_names register_policy_loss unregister_policy_loss
 gather_logprobs kl_penalty AdaptiveEntropyCoef reverse_kl_advantages
 advantage_names compute_advantages get_advantage register_advantage unregister_advantage
 OrealLossConfig OrealLossContext OrealLossKwargs MixedLossConfig MixedLossContext MixedLossKwargs
@@ -27,6 +28,7 @@ LMHead errors metrics
 """.split()  # noqa: SIM905
 
 HEAD_ARGUMENTS = ["self", "hidden_states", "head_weight", "head_bias=None", "*vocab_group=None", "*vocab_mesh=None"]
+HEAD_ARGUMENTS += ["*return_tokens=False"]
 
 SIGNATURES: dict[str, tuple[Any, list[str]]] = {
     "build": (rlloss.BaseLossConfig.build, ["self", "data", "sp_mesh=None"]),
@@ -40,7 +42,10 @@ SIGNATURES: dict[str, tuple[Any, list[str]]] = {
         rlloss.LogProbContext.forward,
         HEAD_ARGUMENTS,
     ),
-    "forward_log_probs": (rlloss.GRPOLossContext.forward_log_probs, ["self", "log_probs", "entropy=None"]),
+    "forward_log_probs": (
+        rlloss.GRPOLossContext.forward_log_probs,
+        ["self", "log_probs", "entropy=None", "*return_tokens=False"],
+    ),
     "loss_fn": (
         rlloss.BaseLossContext.loss_fn,
         ["self", "hidden_states", "head_weight", "head_bias", "loss_kwargs"],

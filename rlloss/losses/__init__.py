@@ -36,6 +36,7 @@ from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.rollout_is import RolloutImportanceSampling
 from rlloss.losses.selection import StepTokens
 from rlloss.losses.terms import Term
+from rlloss.losses.token_record import TokenRecord
 from rlloss.losses.totals import Totals
 from rlloss.losses.value import ValueLossConfig, ValueLossContext, ValueLossKwargs
 
@@ -93,6 +94,7 @@ __all__ = [
     "StrictModel",
     "TOPRConfig",
     "Term",
+    "TokenRecord",
     "Totals",
     "VESPOConfig",
     "ValueLossConfig",

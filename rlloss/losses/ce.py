@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlloss.heads import HeadInputs, HeadOutput, TokenStats, fused_cross_entropy
+from rlloss.heads import HeadInputs, HeadOutput, Objective, TokenStats, fused_cross_entropy
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
@@ -49,7 +49,7 @@ class CELossContext(BaseLossContext):
     loss_cfg: CELossConfig
     loss_kwargs: CELossKwargs
 
-    def _run_head(self, inputs: HeadInputs) -> HeadOutput:
+    def _run_head(self, inputs: HeadInputs, objective: Objective) -> HeadOutput:
         """In liger mode on CUDA: by liger_kernel's own cross-entropy, where every token weighs the same."""
         config = self.loss_cfg
         plain = config.mode == "liger" and config.loss_reduction == "token" and config.logits_dtype == "auto"
@@ -63,4 +63,4 @@ class CELossContext(BaseLossContext):
                 loss = total * flat[0].to(total.dtype)
                 nll, share = Mean(total.detach().double(), count), Sum(loss.detach().double())
                 return HeadOutput(loss, {"nll": nll, "ce_loss": share}, None)
-        return super()._run_head(inputs)
+        return super()._run_head(inputs, objective)

@@ -23,6 +23,7 @@ from rlloss.losses.known_layout import KnownLayout, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput, over_ranks
 from rlloss.losses.terms import Level, evaluate
+from rlloss.losses.token_record import TokenRecord, Watch, exported, flat_record, refuse_tokens
 from rlloss.metrics import Metric, Sum, merge
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class BaseLossContext:
         *,
         vocab_group: Group = None,
         vocab_mesh: DeviceMesh | None = None,
+        return_tokens: bool = False,
     ) -> LossOutput:
         """Computes the loss of this micro-batch, its gradients, and its metrics.
 
@@ -151,6 +153,7 @@ class BaseLossContext:
             head_bias: `[V]` or None.
             vocab_group: Ranks that hold other rows of the weight and see the same tokens; eager and chunk mode.
             vocab_mesh: Their mesh instead, of one dimension; the weight may be a DTensor `Shard(0)` on it.
+            return_tokens: Add `per_token` to the output, a `TokenRecord`; it changes no loss and no metric.
 
         Returns:
             The loss (0-dim, float32 or better), logits in eager mode, and metrics. The loss is this micro-batch's share
@@ -162,30 +165,40 @@ class BaseLossContext:
         """
         if type(self).loss_fn is not BaseLossContext.loss_fn:
             refuse_vocabulary(f"{type(self).__name__}.loss_fn", (vocab_group, vocab_mesh))
+            refuse_tokens(self, return_tokens)
             return self._forward_on_logits(hidden_states, head_weight, head_bias)
         inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
         check_counted(inputs.vocab, self._group)
-        output = self._run_head(inputs)
-        return self._finish(output.loss, output.logits, dict(output.metrics))
+        watch = Watch(self._objective(), return_tokens)
+        output = self._run_head(inputs, watch.objective)
+        return self._finish(output.loss, output.logits, {**output.metrics, **exported(self, watch.stats(self, inputs))})
 
     __call__ = forward
 
-    def _run_head(self, inputs: HeadInputs) -> HeadOutput:
-        return run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
+    def _run_head(self, inputs: HeadInputs, objective: Objective) -> HeadOutput:
+        return run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), objective)
 
-    def forward_log_probs(self, log_probs: Tensor, entropy: Tensor | None = None) -> LossOutput:
+    def forward_log_probs(
+        self, log_probs: Tensor, entropy: Tensor | None = None, *, return_tokens: bool = False
+    ) -> LossOutput:
         """Computes the loss from log-probs that an engine already has.
 
         Args:
             log_probs: `[B, T]` (or jagged) of the labels, nats, with a graph; ignored positions may hold anything.
             entropy: `[B, T]`, nats, where the loss needs it.
+            return_tokens: Add `per_token` to the output; see `forward`.
         """
-        loss, metrics = self._loss_of_log_probs(log_probs, entropy)
-        return self._finish(loss, None, metrics)
+        stats = stats_of_log_probs(self, log_probs, entropy)
+        loss, metrics = evaluate_all(stats, self._objective())
+        return self._finish(loss, None, {**metrics, **exported(self, stats if return_tokens else None)})
 
-    def _loss_of_log_probs(self, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
-        loss, metrics = evaluate_all(stats_of_log_probs(self, log_probs, entropy), self._objective())
-        return loss, dict(metrics)
+    def token_numbers(self, stats: TokenStats, loss_kwargs: Any) -> dict[str, Tensor]:
+        """Hook of `return_tokens`: numbers `[N]` by their names in `TokenRecord`."""
+        return {"log_prob": stats.log_prob, **({} if stats.entropy is None else {"entropy": stats.entropy})}
+
+    def token_record(self, stats: TokenStats) -> TokenRecord:
+        """Hook of `return_tokens`: the record of the tokens that count, `[N]`."""
+        return flat_record(self, stats, lambda *call: self.token_loss(*call)[0])
 
     @property
     def layout(self) -> TokenLayout:

@@ -138,3 +138,7 @@ class DistillLossContext(BaseLossContext):
         """The teacher's words of the tokens that count, `[N, K]`."""
         ids = self.loss_kwargs.teacher_topk_ids
         return None if ids is None or self.loss_cfg.kind != "topk" else self.layout.take(ids)
+
+    def token_numbers(self, stats: TokenStats, loss_kwargs: Any) -> dict[str, Tensor]:
+        """Log-probs, and the distance from the teacher."""
+        return {**super().token_numbers(stats, loss_kwargs), "kl": self.loss_cfg._distance(stats, loss_kwargs)[0]}

@@ -11,6 +11,7 @@ from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
+from rlloss.losses.token_record import exported
 
 
 class LogProbConfig(BaseLossConfig):
@@ -55,6 +56,7 @@ class LogProbContext(BaseLossContext):
         *,
         vocab_group: Group = None,
         vocab_mesh: DeviceMesh | None = None,
+        return_tokens: bool = False,
     ) -> LossOutput:
         """Computes log-probs from hidden states.
 
@@ -64,13 +66,15 @@ class LogProbContext(BaseLossContext):
             head_bias: `[V]` or None.
             vocab_group: Ranks that hold other rows of the weight; see `BaseLossContext.forward`.
             vocab_mesh: Their mesh instead.
+            return_tokens: Add `per_token` to the output; see `BaseLossContext.forward`.
 
         Returns:
             Log-probs `[B, T]` (nats, float32 or better), logits in eager mode, and entropies `[B, T]` if asked for.
         """
         inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
         stats, logits = token_stats(self.loss_cfg.mode, inputs, self.loss_cfg.head_options())
-        extra = {} if stats.entropy is None else {"entropy": self.layout.put(stats.entropy)}
+        extra: dict[str, Any] = {} if stats.entropy is None else {"entropy": self.layout.put(stats.entropy)}
+        extra |= exported(self, stats if return_tokens else None)
         return LossOutput(self.layout.put(stats.log_prob), LossDetails(logits, extra))
 
     __call__ = forward

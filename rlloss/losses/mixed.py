@@ -22,8 +22,9 @@ from rlloss.losses.batch import packed_mapping
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken
-from rlloss.losses.mixed_parts import class_name, config_from_fields, with_shared
+from rlloss.losses.mixed_parts import class_name, config_from_fields, picked, with_shared
 from rlloss.losses.terms import LEVELS, Level
+from rlloss.losses.token_record import TokenRecord, joined
 from rlloss.losses.totals import Totals
 from rlloss.metrics import Metric, Sum
 
@@ -256,6 +257,15 @@ class MixedLossContext(BaseLossContext):
 
         return loss_of
 
+    def token_record(self, stats: TokenStats) -> TokenRecord:
+        """The records of all parts, each on its own rows; `shares` are named `part/term`."""
+        found = []
+        for name, part in self.parts.items():
+            rows = self._rows_of(name)
+            own = part.token_record(picked(stats, rows, part.layout.segments))
+            found.append((name, rows, own, self.loss_cfg.coefs.get(name, 1.0)))
+        return joined(found, stats.log_prob)
+
     def _counted(self) -> dict[str, Metric]:
         counts = super()._counted()
         for name, part in self.parts.items():
@@ -275,12 +285,5 @@ class _PartReader:
     def __call__(self, stats: TokenStats, part: slice) -> tuple[Tensor, dict[str, Metric]]:
         start, stop = torch.searchsorted(self.bounds, torch.tensor([part.start, part.stop])).tolist()
         own = self.rows[start:stop] - part.start
-        extra = stats.extra_log_prob
-        picked = TokenStats(
-            stats.log_prob.index_select(0, own),
-            None if stats.entropy is None else stats.entropy.index_select(0, own),
-            self.context.layout.segments.rows(start, stop),
-            stats.labels.index_select(0, own),
-            None if extra is None else extra.index_select(0, own),
-        )
-        return self.context.token_loss(picked, self.flat.rows(slice(start, stop), self.names))
+        seen = picked(stats, own, self.context.layout.segments.rows(start, stop))
+        return self.context.token_loss(seen, self.flat.rows(slice(start, stop), self.names))

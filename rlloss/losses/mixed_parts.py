@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from rlloss.errors import ConfigError, nearest
+from rlloss.heads import TokenStats
+from rlloss.layout import Segments
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 
@@ -49,3 +53,15 @@ def with_shared(name: str, part: BaseLossConfig, shared: Mapping[str, Any]) -> B
             )
     given = {field: getattr(part, field) for field in fields}
     return type(part)(**(given | dict(shared)))
+
+
+def picked(stats: TokenStats, rows: Tensor, segments: Segments) -> TokenStats:
+    """Returns the numbers of some rows `[n]`, which belong to the given segments."""
+    entropy, extra = stats.entropy, stats.extra_log_prob
+    return TokenStats(
+        stats.log_prob.index_select(0, rows),
+        None if entropy is None else entropy.index_select(0, rows),
+        segments,
+        stats.labels.index_select(0, rows),
+        None if extra is None else extra.index_select(0, rows),
+    )

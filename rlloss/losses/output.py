@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rlloss.distributed import Group, all_reduce_sum, world_size
+from rlloss.errors import BatchError
+from rlloss.losses.token_record import PER_TOKEN, TokenRecord
 
 
 class LossDetails(NamedTuple):
@@ -29,6 +31,18 @@ class LossOutput(NamedTuple):
     def extra(self) -> dict[str, Any]:
         """Metrics by name."""
         return self.details.extra
+
+    @property
+    def per_token(self) -> TokenRecord:
+        """Numbers of each token.
+
+        Raises:
+            BatchError: They were not asked for.
+        """
+        record = self.details.extra.get(PER_TOKEN)
+        if not isinstance(record, TokenRecord):
+            raise BatchError("per_token is missing: call forward(..., return_tokens=True).")
+        return record
 
 
 def over_ranks(local: Tensor, config: Any, group: Group, world: int | None) -> Tensor:

@@ -1,6 +1,7 @@
 """PPO: the actor, and actor and critic together on one backbone."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -8,13 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
 from rlloss.errors import BatchError
-from rlloss.heads import TokenStats, run_head
-from rlloss.heads.vocab_parallel import check_counted
+from rlloss.heads import HeadOutput, TokenStats
+from rlloss.heads.joint import evaluate_all
+from rlloss.heads.vocab_parallel import Vocabulary, check_counted
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
+from rlloss.losses.head_inputs import stats_of_log_probs
 from rlloss.losses.kwargs import TokenTensor
 from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_registry import get_policy_loss
 from rlloss.losses.terms import Term, evaluate
+from rlloss.losses.token_record import Watch, exported, flat_record
 from rlloss.losses.value import ValueStats, check_value_fields, predict_values, value_term
 from rlloss.metrics import Metric
 
@@ -101,6 +105,14 @@ class ActorCriticLossKwargs(PPOLossKwargs):
     value_loss_weight: TokenTensor = None
 
 
+class HeadCall(TypedDict, total=False):
+    """Keyword arguments of `BaseLossContext.forward` beside the tensors."""
+
+    vocab_group: Group
+    vocab_mesh: DeviceMesh | None
+    return_tokens: bool
+
+
 class ActorCriticLossContext(PPOLossContext):
     """Actor and critic on one micro-batch."""
 
@@ -123,9 +135,7 @@ class ActorCriticLossContext(PPOLossContext):
         head_bias: Tensor | None = None,
         value_weight: Tensor | None = None,
         value_bias: Tensor | None = None,
-        *,
-        vocab_group: Group = None,
-        vocab_mesh: DeviceMesh | None = None,
+        **options: Unpack[HeadCall],
     ) -> LossOutput:
         """Computes both losses of this micro-batch from the same hidden states.
 
@@ -135,8 +145,7 @@ class ActorCriticLossContext(PPOLossContext):
             head_bias: `[V]` or None.
             value_weight: `[1, H]` or `[H]`; required.
             value_bias: `[1]` or None.
-            vocab_group: Ranks that hold other rows of the weight; see `BaseLossContext.forward`.
-            vocab_mesh: Their mesh instead.
+            **options: `vocab_group`, `vocab_mesh` and `return_tokens` of `BaseLossContext.forward`.
 
         Returns:
             Their sum, logits in eager mode, and the metrics of both; see `BaseLossContext.forward`.
@@ -150,15 +159,22 @@ class ActorCriticLossContext(PPOLossContext):
                 "alone use PPOLossConfig."
             )
         values = predict_values(hidden_states, value_weight, value_bias, self.layout)
-        inputs = self._inputs(hidden_states, head_weight, head_bias, (vocab_group, vocab_mesh))
+        vocab, return_tokens = _head_call(**options)
+        watch = Watch(self._objective(), return_tokens)
+        inputs = self._inputs(hidden_states, head_weight, head_bias, vocab)
         check_counted(inputs.vocab, self._group)
-        output = run_head(self.loss_cfg.mode, inputs, self.loss_cfg.head_options(), self._objective())
-        return self._with_values(output.loss, output.logits, dict(output.metrics), values)
+        output = self._run_head(inputs, watch.objective)
+        return self._with_values(output, values, watch.stats(self, inputs))
 
     __call__ = forward
 
     def forward_log_probs(
-        self, log_probs: Tensor, entropy: Tensor | None = None, values: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+        *,
+        return_tokens: bool = False,
     ) -> LossOutput:
         """Computes both losses from what an engine already has.
 
@@ -166,18 +182,34 @@ class ActorCriticLossContext(PPOLossContext):
             log_probs: `[B, T]`, nats.
             entropy: `[B, T]`, nats, where the loss needs it.
             values: `[B, T]`; required.
+            return_tokens: Add `per_token` to the output; see `BaseLossContext.forward`.
         """
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
         if values is None or tuple(values.shape) != expected:
             given = "nothing" if values is None else f"shape {tuple(values.shape)}"
             raise BatchError(f"forward_log_probs got {given} as values, expected {expected}, that of shifted_labels.")
-        loss, metrics = self._loss_of_log_probs(log_probs, entropy)
-        return self._with_values(loss, None, metrics, self.layout.take(values.to(loss.dtype)))
+        stats = stats_of_log_probs(self, log_probs, entropy)
+        loss, metrics = evaluate_all(stats, self._objective())
+        taken = self.layout.take(values.to(loss.dtype))
+        return self._with_values(HeadOutput(loss, metrics, None), taken, stats if return_tokens else None)
 
-    def _with_values(
-        self, actor_loss: Tensor, logits: Tensor | None, metrics: dict[str, Any], values: Tensor
-    ) -> LossOutput:
+    def _with_values(self, actor: HeadOutput, values: Tensor, asked: TokenStats | None) -> LossOutput:
         flat = self.loss_kwargs.take(self.layout)
+        seen = ValueStats(values, self.layout.segments)
         critic = (value_term(self.loss_cfg, self.loss_cfg.vf_coef),)
-        loss, found = evaluate(critic, ValueStats(values, self.layout.segments), flat)
-        return self._finish(actor_loss + loss.to(actor_loss.dtype), logits, {**metrics, **found})
+        loss, found = evaluate(critic, seen, flat)
+
+        def both(stats: TokenStats, loss_kwargs: Any) -> Tensor:
+            own = seen._replace(value=values.detach())
+            return self.token_loss(stats, loss_kwargs)[0] + evaluate(critic, own, loss_kwargs)[0]
+
+        extra: dict[str, Any] = {**actor.metrics, **found}
+        for name, record in exported(self, asked, lambda stats: flat_record(self, stats, both)).items():
+            extra[name] = replace(record, value=self.layout.put(values.detach()))
+        return self._finish(actor.loss + loss.to(actor.loss.dtype), actor.logits, extra)
+
+
+def _head_call(
+    vocab_group: Group = None, vocab_mesh: DeviceMesh | None = None, return_tokens: bool = False
+) -> tuple[Vocabulary, bool]:
+    return (vocab_group, vocab_mesh), return_tokens

@@ -211,6 +211,23 @@ class BaseRLLossContext(BaseLossContext):
             self._rollout = rollout_outcome(self, None)
         return self._rollout.mismatch, self._rollout.metrics
 
+    def token_numbers(self, stats: TokenStats, loss_kwargs: Any) -> dict[str, Tensor]:
+        """Log-probs of every policy, ratio, advantage and KL."""
+        old, cfg = self.loss_cfg.old_of(loss_kwargs), self.loss_cfg
+        log_ratio = torch.zeros_like(stats.log_prob) if old is None else stats.log_prob - old
+        kind, cap, ref = cfg.kl_loss_type or "k3", cfg.kl_value_cap, loss_kwargs.ref_logprobs
+        found = {
+            "old_log_prob": old,
+            "ref_log_prob": ref,
+            "rollout_log_prob": loss_kwargs.rollout_logprobs,
+            "log_ratio": log_ratio,
+            "ratio": bounded_ratio(log_ratio),
+            "advantage": loss_kwargs.advantages,
+            "kl": None if ref is None else kl_penalty(stats.log_prob, ref, kind, cap),
+        }
+        given = {name: value.to(stats.log_prob.dtype) for name, value in found.items() if value is not None}
+        return {**super().token_numbers(stats, loss_kwargs), **given}
+
     def _corrects(self) -> bool:
         """Whether the rules are to be applied: there are some, and numbers for them, and no weights were given."""
         kwargs = self.loss_kwargs

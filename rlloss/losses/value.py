@@ -18,6 +18,7 @@ from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, TokenTensor
 from rlloss.losses.output import LossOutput
 from rlloss.losses.terms import Reduction, Term, evaluate
+from rlloss.losses.token_record import TokenRecord, exported, flat_record
 from rlloss.metrics import Metric
 
 
@@ -171,6 +172,7 @@ class ValueLossContext(BaseLossContext):
         *,
         vocab_group: Group = None,
         vocab_mesh: DeviceMesh | None = None,
+        return_tokens: bool = False,
     ) -> LossOutput:
         """Computes the loss of this micro-batch from hidden states.
 
@@ -180,23 +182,36 @@ class ValueLossContext(BaseLossContext):
             head_bias: `[1]` or None.
             vocab_group: Must be None: a value head has no words.
             vocab_mesh: Must be None.
+            return_tokens: Add `per_token` to the output; see `BaseLossContext.forward`.
 
         Returns:
             The loss and metrics; see `BaseLossContext.forward`. There are no logits.
         """
         refuse_vocabulary(type(self).__name__, (vocab_group, vocab_mesh))
-        return self._finish_values(predict_values(hidden_states, head_weight, head_bias, self.layout))
+        return self._finish_values(predict_values(hidden_states, head_weight, head_bias, self.layout), return_tokens)
 
     __call__ = forward
 
-    def forward_values(self, values: Tensor) -> LossOutput:
+    def forward_values(self, values: Tensor, *, return_tokens: bool = False) -> LossOutput:
         """Computes the loss from values `[B, T]` that an engine already has."""
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
         if tuple(values.shape) != expected:
             raise BatchError(f"values has shape {tuple(values.shape)}, expected {expected}, that of shifted_labels.")
-        return self._finish_values(self.layout.take(values.to(torch.promote_types(values.dtype, torch.float32))))
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        return self._finish_values(self.layout.take(wide), return_tokens)
 
-    def _finish_values(self, values: Tensor) -> LossOutput:
-        flat = self.loss_kwargs.take(self.layout)
-        loss, metrics = evaluate(self.loss_cfg.terms(), ValueStats(values, self.layout.segments), flat)
-        return self._finish(loss, None, dict(metrics))
+    def _finish_values(self, values: Tensor, return_tokens: bool) -> LossOutput:
+        stats = ValueStats(values, self.layout.segments)
+        loss, metrics = self._evaluate(stats, self.loss_kwargs.take(self.layout))
+        return self._finish(loss, None, {**metrics, **exported(self, stats if return_tokens else None)})
+
+    def _evaluate(self, stats: ValueStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
+        return evaluate(self.loss_cfg.terms(), stats, loss_kwargs)
+
+    def token_numbers(self, stats: Any, loss_kwargs: Any) -> dict[str, Tensor]:
+        """The values of the tokens that count."""
+        return {"value": stats.value}
+
+    def token_record(self, stats: Any) -> TokenRecord:
+        """The record of the tokens that count."""
+        return flat_record(self, stats, lambda *call: self._evaluate(*call)[0])

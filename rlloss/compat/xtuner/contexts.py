@@ -15,6 +15,7 @@ from rlloss.heads import TokenStats
 from rlloss.losses.batch import batch_key
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
+from rlloss.losses.token_record import TokenRecord
 from rlloss.metrics import Metric
 
 
@@ -57,7 +58,9 @@ class _Reports:
 
     def _finish(self, local: Tensor, logits: Tensor | None, extra: dict[str, Any]) -> LossOutput:
         output: LossOutput = super()._finish(local, logits, extra)  # type: ignore[misc]
-        return LossOutput(output.loss, LossDetails(output.logits, extra_info(output.extra)))
+        info = extra_info(output.extra)
+        info.update({name: value for name, value in output.extra.items() if isinstance(value, TokenRecord)})
+        return LossOutput(output.loss, LossDetails(output.logits, info))
 
 
 class _ReportsRatios(_Reports):
