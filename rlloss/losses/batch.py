@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rlloss.errors import BatchError
 from rlloss.layout import Shard, from_jagged, jagged_offsets
-from rlloss.losses.fields import RowShape, as_field, as_labels, as_offsets
+from rlloss.losses.batch_keys import batch_key, check_keys
+from rlloss.losses.fields import RowShape, as_field, as_integers, as_labels, as_offsets
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 
 K = TypeVar("K", bound=BaseLossKwargs)
@@ -27,12 +28,12 @@ def kwargs_of(cls: type[K], data: Mapping[str, Any], shard: Shard | None = None)
         BatchError: A required key is missing, or a tensor does not fit.
     """
     present = packed_mapping(data)
-    _require(cls, present)
+    check_keys(cls, present)
     labels = as_labels(present["shifted_labels"])
     offsets = _offsets(present, labels)
     fields: dict[str, Any] = {"shifted_labels": labels, "cu_seq_lens": offsets}
     for name in cls.model_fields:
-        key = batch_key(cls, name)
+        key = batch_key(cls, name, present)
         if name not in (*fields, "shard") and key in present:
             fields[name] = as_field(cls, name, key, present[key], RowShape(labels, offsets, shard))
     return cls(**fields)
@@ -59,12 +60,6 @@ def packed_mapping(data: Mapping[str, Any]) -> dict[str, Any]:
                 f"{offsets.diff().tolist()}."
             )
     return present | {"cu_seq_lens": offsets} | {key: from_jagged(value) for key, value in jagged.items()}
-
-
-def batch_key(cls: type[BaseLossKwargs], name: str) -> str:
-    """Returns the key under which a batch holds a field."""
-    role = cls.role(name)
-    return role.key if isinstance(role, PerToken) and role.key else name
 
 
 def check_rows(loss_kwargs: BaseLossKwargs) -> None:
@@ -144,9 +139,13 @@ def refuse_nan(loss_kwargs: BaseLossKwargs, names: Sequence[str], ignore_idx: in
             raise BatchError(f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from.")
 
 
-def offsets_of(num_tokens: Tensor) -> Tensor:
-    """Returns the offsets `[S+1]` int32 of packed sequences with these lengths `[S]`."""
-    counts = num_tokens.reshape(-1)
+def offsets_of(num_tokens: Any, device: torch.device | None = None) -> Tensor:
+    """Returns the offsets `[S+1]` int32 of packed sequences with these lengths `[S]`.
+
+    Raises:
+        BatchError: They are not integers.
+    """
+    counts = as_integers("num_tokens", num_tokens, "[S]", device)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
@@ -215,20 +214,16 @@ def _check_offsets(offsets: list[int], length: int) -> None:
         )
 
 
-def _require(cls: type[BaseLossKwargs], present: Mapping[str, Any]) -> None:
-    required = [batch_key(cls, name) for name, field in cls.model_fields.items() if field.is_required()]
-    missing = [key for key in required if key not in present]
-    if missing:
-        raise BatchError(
-            f"the batch lacks {', '.join(map(repr, missing))}; it has {', '.join(map(repr, present)) or 'nothing'}. "
-            f"{cls.__name__} requires {', '.join(map(repr, required))}."
-        )
-
-
 def _offsets(present: Mapping[str, Any], labels: Tensor) -> Tensor | None:
-    offsets = present.get("cu_seq_lens")
-    if offsets is None and "num_tokens" in present:
-        offsets = offsets_of(torch.as_tensor(present["num_tokens"], device=labels.device))
+    given, lengths = present.get("cu_seq_lens"), present.get("num_tokens")
+    offsets = None if given is None else as_offsets(given, labels)
+    if lengths is None:
+        return offsets
+    counted = offsets_of(lengths, labels.device)
     if offsets is None:
-        return None
-    return as_offsets(offsets, labels)
+        return as_offsets(counted, labels)
+    if not torch.equal(counted, offsets):
+        raise BatchError(
+            f"num_tokens says {counted.diff().tolist()}, but cu_seq_lens {offsets.tolist()}. Leave one of them out."
+        )
+    return offsets

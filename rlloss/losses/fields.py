@@ -26,19 +26,34 @@ def as_labels(labels: Any) -> Tensor:
     return labels if labels.dtype in (torch.int32, torch.int64) else labels.long()
 
 
+def as_integers(name: str, given: Any, shape: str, device: torch.device | None) -> Tensor:
+    """Returns integers of one dimension on a device; the same tensor where it is that already.
+
+    Args:
+        name: What they are called.
+        given: A tensor or a list.
+        shape: How their shape is written.
+        device: None leaves them where they are.
+
+    Raises:
+        BatchError: They are no integers.
+    """
+    try:
+        found = torch.as_tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"{name} is a {type(given).__name__}, expected an integer tensor {shape}.") from error
+    if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+        raise BatchError(f"{name} has dtype {found.dtype}, expected an integer type.")
+    return found if found.ndim == 1 else found.reshape(-1)
+
+
 def as_offsets(given: Any, labels: Tensor) -> Tensor:
     """Returns offsets `[S+1]` int32 on the device of the labels; the same tensor where it is that already.
 
     Raises:
         BatchError: They are not integers, too few, or go with padded rows.
     """
-    try:
-        offsets = torch.as_tensor(given, device=labels.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BatchError(f"cu_seq_lens is a {type(given).__name__}, expected an integer tensor [S+1].") from error
-    if offsets.numel() and (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool):
-        raise BatchError(f"cu_seq_lens has dtype {offsets.dtype}, expected an integer type.")
-    offsets = (offsets if offsets.ndim == 1 else offsets.reshape(-1)).to(torch.int32)
+    offsets = as_integers("cu_seq_lens", given, "[S+1]", labels.device).to(torch.int32)
     if offsets.shape[0] < 2:
         raise BatchError(f"cu_seq_lens has {offsets.shape[0]} entries, expected at least 2: the start 0 and an end.")
     if labels.shape[0] != 1:

@@ -15,7 +15,7 @@ from rlloss.functional.policy import bounded_ratio
 from rlloss.functional.policy_score import on_policy_sequences
 from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field
-from rlloss.losses.kwargs import PerToken, TokenTensor
+from rlloss.losses.kwargs import Computed, PerToken, TokenTensor
 from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_policy_loss
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext
 from rlloss.losses.rl_kwargs import BaseRLLossKwargs
@@ -181,8 +181,8 @@ class GRPOLossKwargs(BaseRLLossKwargs):
     """
 
     selection_entropy: TokenTensor = None
-    selected: Annotated[Tensor | None, PerToken(kind="mask")] = None
-    policy_mask: Annotated[Tensor | None, PerToken(kind="mask")] = None
+    selected: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
+    policy_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
 
 
 class GRPOLossContext(BaseRLLossContext):

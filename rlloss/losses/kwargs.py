@@ -40,7 +40,13 @@ class Offsets:
     """Offsets `[S+1]` of packed sequences."""
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A field that `build_batches` makes anew, whatever it holds; a batch may not hold it."""
+
+
 TokenTensor = Annotated[Tensor | None, PerToken()]
+WeightTensor = Annotated[Tensor | None, PerToken(), Computed()]
 SequenceTensor = Annotated[Tensor | None, PerSequence()]
 
 K = TypeVar("K", bound="BaseLossKwargs")
@@ -66,11 +72,11 @@ class BaseLossKwargs(BaseModel):
     shifted_labels: Annotated[Tensor, PerToken(-100, kind="label")]
     cu_seq_lens: Annotated[Tensor | None, Offsets()] = None
     temperature: Annotated[Tensor | None, PerToken(1.0, spread=True)] = None
-    keep_mask: Annotated[Tensor | None, PerToken(kind="mask")] = None
+    keep_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
     group_ids: SequenceTensor = None
     num_prompts: int | None = None
-    loss_weight: TokenTensor = None
-    global_grad_tokens: Tensor | None = None
+    loss_weight: WeightTensor = None
+    global_grad_tokens: Annotated[Tensor | None, Computed()] = None
     shard: Shard | None = None
 
     @classmethod
@@ -78,6 +84,12 @@ class BaseLossKwargs(BaseModel):
         """Returns the annotation of a field that says how it travels, or None."""
         roles = (PerToken, PerSequence, Offsets)
         return next((note for note in cls.model_fields[name].metadata if isinstance(note, roles)), None)
+
+    @classmethod
+    def is_computed(cls, name: str) -> bool:
+        """Tells whether `build_batches` makes a field."""
+        field = cls.model_fields.get(name)
+        return field is not None and any(isinstance(note, Computed) for note in field.metadata)
 
     def is_per_token(self, name: str) -> bool:
         """Tells whether a field is one tensor `[B, T, ...]`: by its annotation, else by its shape."""

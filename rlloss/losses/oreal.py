@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlloss.heads import TokenStats
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
-from rlloss.losses.kwargs import TokenTensor
+from rlloss.losses.kwargs import WeightTensor
 from rlloss.losses.terms import Term, TermFn
 from rlloss.metrics import Metric
 
@@ -98,7 +98,7 @@ class OrealLossKwargs(GRPOLossKwargs):
         sft_loss_weight: `[B, T]`, token weights of the SFT term, its coefficients included.
     """
 
-    sft_loss_weight: TokenTensor = None
+    sft_loss_weight: WeightTensor = None
 
 
 class OrealLossContext(GRPOLossContext):

@@ -14,7 +14,7 @@ from rlloss.heads.joint import evaluate_all
 from rlloss.heads.vocab_parallel import Vocabulary, check_counted
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.head_inputs import stats_of_log_probs
-from rlloss.losses.kwargs import TokenTensor
+from rlloss.losses.kwargs import TokenTensor, WeightTensor
 from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_registry import get_policy_loss
 from rlloss.losses.terms import Term, evaluate
@@ -102,7 +102,7 @@ class ActorCriticLossKwargs(PPOLossKwargs):
 
     returns: TokenTensor = None
     values: TokenTensor = None
-    value_loss_weight: TokenTensor = None
+    value_loss_weight: WeightTensor = None
 
 
 class HeadCall(TypedDict, total=False):

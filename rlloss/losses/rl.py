@@ -203,7 +203,7 @@ class BaseRLLossContext(BaseLossContext):
         if kwargs.rollout_logprobs is None:
             raise BatchError("compute_rollout_is needs rollout_logprobs. Put them into the batch.")
         if num_tokens is not None and kwargs.cu_seq_lens is None and kwargs.shifted_labels.shape[0] == 1:
-            kwargs.cu_seq_lens = offsets_of(num_tokens.to(kwargs.shifted_labels.device))
+            kwargs.cu_seq_lens = offsets_of(num_tokens, kwargs.shifted_labels.device)
         kwargs.is_weights = None
         self.check()
         self.prepare()

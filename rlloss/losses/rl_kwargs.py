@@ -6,7 +6,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
+from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor, WeightTensor
 
 K = TypeVar("K", bound="BaseRLLossKwargs")
 
@@ -33,9 +33,9 @@ class BaseRLLossKwargs(BaseLossKwargs):
     rollout_logprobs: TokenTensor = None
     selection_logprobs: TokenTensor = None
     is_weights: Annotated[Tensor | None, PerToken(1.0, spread=True, key="rollout_is_weights")] = None
-    policy_loss_weight: TokenTensor = None
-    kl_loss_weight: TokenTensor = None
-    entropy_loss_weight: TokenTensor = None
+    policy_loss_weight: WeightTensor = None
+    kl_loss_weight: WeightTensor = None
+    entropy_loss_weight: WeightTensor = None
 
     # Travels with every copy (`to`, `cat`, `take`), which the identity of a tensor does not.
     _computed_weights: bool = PrivateAttr(default=False)

@@ -15,7 +15,7 @@ from rlloss.layout import Segments, TokenLayout
 from rlloss.losses.batch import refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
-from rlloss.losses.kwargs import BaseLossKwargs, TokenTensor
+from rlloss.losses.kwargs import BaseLossKwargs, TokenTensor, WeightTensor
 from rlloss.losses.output import LossOutput
 from rlloss.losses.terms import Reduction, Term, evaluate
 from rlloss.losses.token_record import TokenRecord, exported, flat_record
@@ -102,7 +102,7 @@ class ValueLossKwargs(BaseLossKwargs):
 
     returns: TokenTensor = None
     values: TokenTensor = None
-    value_loss_weight: TokenTensor = None
+    value_loss_weight: WeightTensor = None
 
 
 def check_value_fields(loss_cfg: Any, loss_kwargs: Any) -> None:

@@ -45,7 +45,7 @@ def sft_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     flat = loss_mask.values() != 0
     following = torch.cat([flat[1:], flat.new_zeros(1)])
     last = torch.zeros_like(flat).index_fill(0, offsets[1:].long() - 1, True)
-    batch: dict[str, Any] = rows_of((following & ~last)[None]) | {"cu_seq_lens": offsets}
+    batch: dict[str, Any] = rows_of((following & ~last)[None]) | {"num_tokens": offsets.diff()}
     return _cross_entropy(batch, log_probs.values()[None], "token-mean", counts_of(data), dp_group), {}
 
 

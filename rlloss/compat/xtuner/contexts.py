@@ -12,7 +12,7 @@ from rlloss.compat.xtuner.functions import PolicyLossFn, get_policy_loss_fn
 from rlloss.compat.xtuner.metrics import extra_info, ratio_counts
 from rlloss.compat.xtuner.rollout_is import metrics_of_context
 from rlloss.heads import TokenStats
-from rlloss.losses.batch import batch_key
+from rlloss.losses.batch_keys import batch_key, check_keys
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
 from rlloss.losses.token_record import TokenRecord
@@ -40,15 +40,17 @@ class _Builds:
             The context, or None where the batch lacks a key that the loss requires.
 
         Raises:
-            BatchError: A tensor does not fit.
+            BatchError: A tensor does not fit, or a key is no name of a field but looks like one.
         """
         kwargs_cls: type[BaseLossKwargs] = self._loss_kwargs_cls  # type: ignore[attr-defined]
         fields = kwargs_cls.model_fields
-        keys = {name: batch_key(kwargs_cls, name) for name in fields}
-        if any(data.get(keys[name]) is None for name, field in fields.items() if field.is_required()):
+        present = {key: value for key, value in data.items() if value is not None}
+        keys = {name: batch_key(kwargs_cls, name, present) for name in fields}
+        if any(keys[name] not in present for name, field in fields.items() if field.is_required()):
             return None
+        check_keys(kwargs_cls, present)
         device = device_of_training()
-        taken = {key: data[key] for key in (*keys.values(), "num_tokens") if key in data}
+        taken = {key: present[key] for key in (*keys.values(), "num_tokens") if key in present}
         moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in taken.items()}
         return super().build(moved, sp_mesh)  # type: ignore[misc]
 
