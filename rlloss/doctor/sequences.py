@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloss.losses.batch import batch_key
+from rlloss.losses.batch_keys import batch_key
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken
 from rlloss.losses.mixed import MixedLossConfig
