@@ -5,6 +5,7 @@ has to be guessed from its name. Derived numbers (a mean, a standard deviation, 
 are computed once, from the merged record.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
@@ -12,7 +13,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from rlloss.distributed import Group, all_reduce_max, all_reduce_sum
+from rlloss.distributed import Group, all_gather_text, all_reduce_max, all_reduce_sum, world_size
+from rlloss.errors import BatchError
 
 M = TypeVar("M", bound="Metric")
 
@@ -191,8 +193,8 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, float]:
     """Reduces metrics over ranks and reads them on the host.
 
-    Every rank must hold the same names. Sums travel in one collective, maxima and minima in a second one;
-    outside of torch.distributed there is none.
+    Every rank must hold the same names, which a first small collective makes sure of. Sums travel in a second one,
+    maxima and minima in a third one; outside of torch.distributed there is none. A NaN on one rank is NaN on all.
 
     Args:
         metrics: Merged metrics of this rank.
@@ -200,6 +202,9 @@ def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, floa
 
     Returns:
         One float for each name.
+
+    Raises:
+        BatchError: The ranks hold different metrics; raised on all of them.
     """
     return {name: float(metric) for name, metric in over_ranks(metrics, group).items()}
 
@@ -207,6 +212,7 @@ def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, floa
 def over_ranks(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, Metric]:
     """Reduces metrics over ranks to metrics, on the host, that may be merged further; see `reduce`."""
     kept = {name: metrics[name] for name in sorted(metrics) if isinstance(metrics[name], Metric)}
+    _check_alike(kept, group)
     if not kept:
         return {}
     slots = [(name, part) for name, metric in kept.items() for part in metric.parts()]
@@ -214,9 +220,30 @@ def over_ranks(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, 
     operations = [kept[name].OPERATION for name, _ in slots]
     is_sum = torch.tensor([op == "sum" for op in operations], device=values.device)
     sign = torch.tensor([-1.0 if op == "min" else 1.0 for op in operations], device=values.device).double()
-    sums = all_reduce_sum(torch.where(is_sum, values, 0.0), group)
-    extremes = sign * all_reduce_max(torch.where(is_sum, -torch.inf, sign * values), group)
-    reduced = dict(zip(slots, torch.where(is_sum, sums, extremes).cpu().unbind(), strict=True))
+    # What a backend makes of the maximum of NaN depends on the order of ranks, so NaN travels with the sums.
+    missing = values.isnan()
+    sums = all_reduce_sum(torch.where(is_sum | missing, values, 0.0), group)
+    extremes = all_reduce_max(torch.where(is_sum | missing, -torch.inf, sign * values), group)
+    reduced = dict(zip(slots, torch.where(is_sum, sums, sign * extremes + sums).cpu().unbind(), strict=True))
     return {
         name: type(metric)(**{part: reduced[name, part] for part in metric.parts()}) for name, metric in kept.items()
     }
+
+
+def _check_alike(metrics: Mapping[str, Metric], group: Group) -> None:
+    """Compares names and types over ranks, whose vectors would otherwise not fit together."""
+    if world_size(group) == 1:
+        return
+    names = [f"{name}: {type(metric).__name__}" for name, metric in metrics.items()]
+    mark = float(zlib.crc32("\n".join(names).encode()))
+    device = next((part.device for metric in metrics.values() for part in metric.parts().values()), None)
+    highest, lowest = all_reduce_max(torch.tensor([mark, -mark], device=device, dtype=torch.float64), group).tolist()
+    if highest == -lowest:
+        return
+    held = [set(text.split("\n")) - {""} for text in all_gather_text("\n".join(names), group)]
+    everywhere = set.intersection(*held)
+    odd = "; ".join(f"rank {rank} of the group: {sorted(own - everywhere)}" for rank, own in enumerate(held))
+    raise BatchError(
+        f"the ranks hold different metrics, beside those that all hold: {odd}. Reduce the merged metrics of the same "
+        f"contexts on every rank; one without data has those of loss_cfg.empty(like=batch)."
+    )
