@@ -107,7 +107,7 @@ def step_tokens(contexts: Sequence[Any], like: Tensor, group: Group) -> StepToke
         group: The ranks of the step.
     """
     columns: dict[str, list[Tensor]] = {name: [] for name in ("log_prob", "old", "advantages", "entropy", "keys")}
-    for context in contexts:
+    for context, place in zip(contexts, places([context.layout for context in contexts]), strict=True):
         kwargs, layout = context.loss_kwargs, context.layout
         given = (kwargs.selection_logprobs, context.loss_cfg.old_of(kwargs))
         # A choice by entropy alone needs no log-probs; each of the two stands in for the other.
@@ -115,7 +115,7 @@ def step_tokens(contexts: Sequence[Any], like: Tensor, group: Group) -> StepToke
         for name, one in zip(("log_prob", "old"), given, strict=True):
             columns[name].append(layout.take(either if one is None else one).double())
         columns["advantages"].append(layout.take(kwargs.advantages).double())
-        columns["keys"].append(_mix(layout.take(kwargs.shifted_labels).long()) ^ places(layout))
+        columns["keys"].append(_mix(layout.take(kwargs.shifted_labels).long()) ^ place)
         if kwargs.selection_entropy is not None:
             columns["entropy"].append(layout.take(kwargs.selection_entropy).float())
     joined = {
@@ -141,17 +141,22 @@ def spread(contexts: Sequence[Any], chosen: Tensor, field: str) -> None:
         start += layout.num_tokens
 
 
-def places(layout: TokenLayout) -> Tensor:
-    """Returns how many tokens that count stand before each token in its sequence, `[N]` int64."""
-    ids = layout.segments.ids
-    sizes = torch.bincount(ids, minlength=layout.segments.count)
-    starts = sizes.cumsum(0) - sizes
-    own = torch.arange(ids.shape[0], device=ids.device) - starts[ids]
-    if layout.segments.group is None:
-        return own
-    segments, _ = exchange_sizes([(layout.segments, [])])[0]
-    assert segments.before is not None
-    return own + segments.before.long()[ids]
+def places(layouts: Sequence[TokenLayout]) -> list[Tensor]:
+    """Returns how many tokens that count stand before each token in its sequence, `[N]` int64 for each micro-batch.
+
+    One collective where sequences are cut over ranks.
+    """
+    lower: Sequence[Tensor | None] = [None] * len(layouts)
+    if layouts and layouts[0].segments.group is not None:
+        lower = [segments.before for segments, _ in exchange_sizes([(layout.segments, []) for layout in layouts])]
+    found = []
+    for layout, before in zip(layouts, lower, strict=True):
+        ids = layout.segments.ids
+        sizes = torch.bincount(ids, minlength=layout.segments.count)
+        starts = sizes.cumsum(0) - sizes
+        own = torch.arange(ids.shape[0], device=ids.device) - starts[ids]
+        found.append(own if before is None else own + before.long()[ids])
+    return found
 
 
 def _mix(values: Tensor) -> Tensor:
