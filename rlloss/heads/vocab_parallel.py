@@ -95,39 +95,38 @@ class VocabShard:
 
 
 def shard_vocabulary(
-    weight: Tensor, bias: Tensor | None, group: Group, mesh: DeviceMesh | None
+    weight: Tensor, bias: Tensor | None, labels: Tensor, vocab: Vocabulary
 ) -> tuple[Tensor, Tensor | None, VocabShard | None]:
     """Finds out which words this rank holds; returns its plain rows of weight and bias.
 
     Args:
         weight: `[size, H]`, this rank's rows, or a `DTensor` `[V, H]` with them.
         bias: The same of `[V]`, or `None`.
-        group: The ranks of the vocabulary, or `None`.
-        mesh: A mesh of these ranks instead, with one dimension.
+        labels: `[N]` of the tokens that count.
+        vocab: The ranks of the vocabulary, or their mesh, of one dimension.
 
     Returns:
         Weight, bias, and the shard; `None` in its place where the vocabulary is whole.
 
     Raises:
-        BatchError: Both are given, or a DTensor lies elsewhere.
+        BatchError: Group and mesh are given, a DTensor lies elsewhere, a rank has no word, or its tokens are others.
     """
+    group, mesh = vocab
     if mesh is not None:
         if group is not None or mesh.ndim != 1:
             raise BatchError("give vocab_group, or a vocab_mesh with one dimension such as mesh['tp'], and not both.")
         group = mesh.get_group()
     if group is None:
         return weight, bias, None
-    total, start = int(weight.shape[0]), None
     if hasattr(weight, "device_mesh"):
-        start = _offset_of(weight, mesh, world_size(group))
+        _check_placement(weight, mesh, world_size(group))
     weight = _own_rows("head_weight", weight)
     bias = None if bias is None else _own_rows("head_bias", bias)
     size = int(weight.shape[0])
     if world_size(group) == 1:
         return weight, bias, None
-    if start is None:
-        sizes = all_gather(torch.tensor([size], device=weight.device), group).tolist()
-        start, total = sum(sizes[: rank(group)]), sum(sizes)
+    sizes = _exchange(size, labels, group)
+    start, total = sum(sizes[: rank(group)]), sum(sizes)
     if bias is not None and tuple(bias.shape) != (size,):
         raise BatchError(f"head_bias has shape {tuple(bias.shape)}, expected ({size},), the words of this rank.")
     return weight, bias, VocabShard(group, start, size, total)
@@ -161,7 +160,23 @@ def refuse_vocabulary(name: str, vocab: Vocabulary) -> None:
         raise ConfigError(f"{name} does not take a head that is cut over ranks. Leave vocab_group and vocab_mesh out.")
 
 
-def _offset_of(weight: Any, mesh: DeviceMesh | None, ranks: int) -> int:
+def _exchange(size: int, labels: Tensor, group: Group) -> list[int]:
+    """Returns the words of each rank; one collective, in which the ranks make sure that they see the same tokens."""
+    ordered = (labels * torch.arange(1, labels.shape[0] + 1, device=labels.device)).sum()
+    told = torch.stack([labels.new_tensor(size), labels.new_tensor(labels.shape[0]), ordered])
+    sizes, counts, marks = zip(*all_gather(told[None], group).tolist(), strict=True)
+    if len(set(zip(counts, marks, strict=True))) > 1:
+        raise BatchError(
+            f"the ranks of one vocabulary must see the same tokens, but count {list(counts)} of them"
+            f"{', with other labels' if len(set(counts)) == 1 else ''}. Give each of them the same micro-batch; ranks "
+            f"with data of their own belong to the data dimension of the mesh."
+        )
+    if 0 in sizes:
+        raise BatchError(f"the ranks of one vocabulary hold {list(sizes)} words; expected at least one on each.")
+    return list(sizes)
+
+
+def _check_placement(weight: Any, mesh: DeviceMesh | None, ranks: int) -> None:
     placements = tuple(weight.placements)
     same = weight.device_mesh.size() == ranks and (mesh is None or weight.device_mesh == mesh)
     if not same or len(placements) != 1 or not placements[0].is_shard(0):
@@ -170,9 +185,6 @@ def _offset_of(weight: Any, mesh: DeviceMesh | None, ranks: int) -> int:
             f"expected Shard(0) on the vocabulary mesh of {ranks} ranks. Gather the other dimensions first (run the "
             f"loss inside the module with rlloss.LMHead)."
         )
-    # DTensor gives every rank but the last ones ceil(V / ranks) rows.
-    rows = -(-int(weight.shape[0]) // ranks)
-    return min(int(weight.shape[0]), int(weight.device_mesh.get_local_rank()) * rows)
 
 
 def _own_rows(name: str, tensor: Any) -> Tensor:

@@ -23,9 +23,10 @@ def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], voc
         BatchError: A label lies outside of the vocabulary, or the weight is cut in another way.
     """
     hidden, weight, bias = tensors
-    weight, bias, shard = shard_vocabulary(weight, bias, *vocab)
-    vocabulary = int(weight.shape[0]) if shard is None else shard.total
     layout, cfg = context.layout, context.loss_cfg
+    labels = layout.take(context.loss_kwargs.shifted_labels).long()
+    weight, bias, shard = shard_vocabulary(weight, bias, labels, vocab)
+    vocabulary = int(weight.shape[0]) if shard is None else shard.total
     facts = context.label_facts
     if facts.count and weight.ndim == 2 and vocabulary and facts.highest >= vocabulary:
         raise BatchError(
@@ -34,7 +35,7 @@ def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], voc
         )
     given = context.loss_kwargs.temperature
     temperature = cfg.temperature if given is None else layout.take(given)
-    labels, words = layout.take(context.loss_kwargs.shifted_labels).long(), context.extra_ids()
+    words = context.extra_ids()
     if words is not None:
         check_words("extra_ids", words, vocabulary)
     return HeadInputs(from_jagged(hidden), weight, bias, labels, temperature, layout, words, shard)
