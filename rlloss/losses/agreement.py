@@ -4,6 +4,7 @@ The first collective of `build_batches` has one shape on every rank, whatever we
 with the counts and is raised everywhere.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from rlloss.distributed import Group, all_gather_text, members, rank, world_size
 from rlloss.errors import BatchError
 from rlloss.layout import Shard
 
-FACTS = 9
-"""Numbers of a rank before its counts: errors, micro-batches and prompts with their squares, and four about shards."""
+FACTS = 11
+"""Numbers of a rank before its counts: errors; micro-batches, prompts and the mark of its config with their squares;
+and four about shards."""
 
 
 def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.device) -> Tensor:
@@ -26,8 +28,8 @@ def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.d
         # Sequences of each micro-batch, which the ranks of one sequence-parallel group must agree on.
         shape = sum((place + 1) * (1 + context.layout.segments.count) for place, context in enumerate(contexts))
         weight = shard.ranks - 1 if shard.number == 0 else -1
-    prompts = 0 if problem else num_prompts_of(contexts)
-    facts = [problem is not None, count, count**2, prompts, prompts**2, shard is not None]
+    prompts, mark = (0, 0) if problem else (num_prompts_of(contexts), _mark_of(contexts[0].loss_cfg))
+    facts = [problem is not None, count, count**2, prompts, prompts**2, mark, mark**2, shard is not None]
     facts += [shape * weight, shape**2 * weight, count * weight]
     return torch.tensor(facts, device=device, dtype=torch.float64)
 
@@ -49,9 +51,15 @@ def check_facts(facts: Tensor, problem: Exception | None, reduce_loss: bool, gro
         if problem is not None:
             raise problem
         return
-    errors, micro_batches, squares, prompts, prompt_squares, sharded, *differences = facts.tolist()
+    errors, micro_batches, squares, prompts, prompt_squares, marks, mark_squares, sharded, *differences = facts.tolist()
     if errors:
         _raise_everywhere(problem, group)
+    if marks**2 != mark_squares * ranks:
+        raise BatchError(
+            f"the {ranks} ranks have different loss configs: the class, its terms with their coefficients and "
+            f"reductions, reduce_loss or grad_reduction. Make them alike on every rank; a coefficient that is adapted "
+            f"must be adapted from numbers of the whole step."
+        )
     if sharded not in (0.0, float(ranks)):
         raise BatchError(
             f"{int(sharded)} of {ranks} ranks split their rows over a sequence-parallel mesh, the others do not. Give "
@@ -84,6 +92,13 @@ def num_prompts_of(contexts: Sequence[Any]) -> int:
     if len(given) > 1:
         raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
     return int(given.pop()) if given else 0
+
+
+def _mark_of(config: Any) -> int:
+    """Returns a number below 2^20 that differs between configs that would count or divide in another way."""
+    terms = [(term.name, term.level, term.reduction, float(term.coef), term.loss_length) for term in config.terms()]
+    said = (type(config).__name__, terms, config.reduce_loss, config.grad_reduction)
+    return zlib.crc32(repr(said).encode()) & 0xFFFFF
 
 
 def check_group(shard: Shard | None, group: Group) -> None:
