@@ -59,8 +59,8 @@ def calibrate(
             totals.check(term)
     except Exception as error:  # whatever it is: the other ranks must not wait for this one
         problem = error
-    if problem is None and _several_collectives(contexts):
-        _agree(contexts, group)
+    if _several_collectives(contexts):
+        _agree(contexts, problem, group)
     try:
         parts = [] if problem else _parts(contexts, terms, group)
     except Exception as error:
@@ -77,16 +77,21 @@ def calibrate(
 
 
 def _several_collectives(contexts: list[Any]) -> bool:
-    """Whether something is exchanged before the counts; the same on every rank whose batches are in order."""
-    first = contexts[0]
-    return bool(first.selects_step) or first.loss_kwargs.shard is not None
+    """Whether something is exchanged before the counts; the same on every rank that has a context."""
+    return bool(contexts) and (bool(contexts[0].selects_step) or contexts[0].loss_kwargs.shard is not None)
 
 
-def _agree(contexts: list[Any], group: Group) -> None:
-    """Raises what went wrong on any rank; its vector is that of `_count`, where a rank that failed takes part in it."""
-    facts = facts_of(contexts, None, contexts[0].loss_kwargs.shifted_labels.device)
+def _agree(contexts: list[Any], problem: Exception | None, group: Group) -> None:
+    """Raises what went wrong on any rank; a rank without a context takes part with the vector of `_count`."""
+    facts = facts_of(contexts, problem, _device_of(contexts))
     vector = torch.cat([facts, facts.new_zeros(1 + 3 * MAX_TERMS)])
-    check_facts(all_reduce_sum(vector, group)[:FACTS], None, contexts[0].loss_cfg.reduce_loss, group)
+    check_facts(all_reduce_sum(vector, group)[:FACTS], problem, contexts[0].loss_cfg.reduce_loss, group)
+
+
+def _device_of(contexts: list[Any]) -> torch.device:
+    # The labels come first; what was set in their place may have been refused for being no tensor.
+    tensors = contexts[0].loss_kwargs.tensors().values() if contexts else ()
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _prepare(context: Any) -> None:
@@ -153,10 +158,7 @@ def _count(
         The counts of each term, and all tokens of the step that count, whichever terms they are in; None where nobody
         knows them.
     """
-    # The labels come first; what was set in their place may have been refused for being no tensor.
-    tensors = contexts[0].loss_kwargs.tensors().values() if contexts else ()
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    head = facts_of(contexts, problem, device)
+    head = facts_of(contexts, problem, _device_of(contexts))
     own = 0 if problem else sum(context.layout.num_tokens for context in contexts)
     local = [sum((_counts_of(part[index]) for part in parts), head.new_zeros(3)) for index in range(len(terms))]
     vector = torch.cat([head, head.new_tensor([own]), *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])

@@ -105,7 +105,9 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         # One process imports everything, and the workers are its children.
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        context.set_forkserver_preload(["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary"])
+        context.set_forkserver_preload(
+            ["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary", "ranks.stuck"]
+        )
         while len(self._workers) < world:
             self._workers.append(_Worker.start(context))
 

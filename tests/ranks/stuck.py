@@ -1,0 +1,151 @@
+"""What a rank does where another one fails, stays away, or does something else than it: nobody may wait for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ranks.rank_cases import rl_batch
+from rlloss import (
+    CELossConfig,
+    GRPOLossConfig,
+    MixedLossConfig,
+    OrealLossConfig,
+    RolloutImportanceSampling,
+    Totals,
+    metrics,
+)
+from steps import eye, tok
+
+
+def _is_odd() -> bool:
+    return dist.get_rank() == 1
+
+
+def _inner_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "inner"))
+
+
+def _calibrated(config: Any, **build_batches: Any) -> Any:
+    return config.loss_ctx_cls.build_batches([config.build(rl_batch())], **build_batches)[0]
+
+
+def rank_fails(where: str) -> None:
+    """Rank 1 raises where nothing of it travels to the others, which wait in a collective and learn of its end."""
+    mode = "chunk" if where.endswith("chunk") else "eager"
+    hidden, broken = tok(-1.0, -1.0, -1.0), tok(-1.0)
+    if where == "build":
+        config = GRPOLossConfig()
+        batch = rl_batch(shifted_labels=None) if _is_odd() else rl_batch()
+        config.loss_ctx_cls.build_batches([config.build(batch)])
+    elif where == "value":
+        _calibrated(GRPOLossConfig()).forward(broken if _is_odd() else hidden, eye())
+    elif where.startswith("sequence"):
+        config = GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"}, loss_reduction="sample", mode=mode)
+        context = config.build(rl_batch(), _inner_mesh()["inner"])
+        config.loss_ctx_cls.build_batches([context])
+        context.forward(broken if _is_odd() else hidden[:, :2], eye())
+    elif where.startswith("vocabulary"):
+        mesh = _inner_mesh()
+        context = _calibrated(GRPOLossConfig(mode=mode), group=mesh["dp"].get_group())
+        rows = eye()[dist.get_rank() :][:1]
+        context.forward(broken if _is_odd() else hidden, rows, vocab_mesh=mesh["inner"])
+    elif where == "metrics":
+        extra = _calibrated(GRPOLossConfig()).forward(hidden, eye()).extra
+        if _is_odd():
+            raise OSError("the log file is gone")
+        metrics.reduce(extra)
+
+
+def pipeline(named: bool) -> float:
+    """Rank 1 is the last stage and has the loss; rank 0 waits for the gradient of what it sent."""
+    last = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("stage", "data"))["data"].get_group()
+    states = tok(-1.0, -1.0, -1.0)
+    if not _is_odd():
+        dist.send(states, 1)
+        gradient = torch.empty_like(states)
+        dist.recv(gradient, 1)
+        return float(gradient.abs().sum())
+    received = torch.empty_like(states)
+    dist.recv(received, 0)
+    received.requires_grad_()
+    _calibrated(GRPOLossConfig(), group=last if named else None).forward(received, eye()).loss.backward()
+    assert received.grad is not None
+    dist.send(received.grad, 0)
+    return float(received.grad.abs().sum())
+
+
+def odd_metrics(how: str) -> None:
+    """Rank 1 reduces other metrics than rank 0."""
+    extra = _calibrated(GRPOLossConfig()).forward(tok(-1.0, -1.0, -1.0), eye()).extra
+    found: dict[str, Any] = metrics.merge([extra])
+    if _is_odd() and how == "none":
+        found = {}
+    elif _is_odd() and how == "more":
+        found["mine"] = metrics.Sum(torch.ones(()))
+    elif _is_odd() and how == "another kind":
+        found["tokens"] = metrics.Max(torch.ones(()))
+    metrics.reduce(found)
+
+
+def nan_metrics() -> dict[str, float]:
+    """One rank has NaN in a maximum, a minimum and a sum."""
+    number = torch.tensor(float("nan") if _is_odd() else 1.0)
+    kinds = {"high": metrics.Max, "low": metrics.Min, "sum": metrics.Sum}
+    return metrics.reduce({name: kind(number) for name, kind in kinds.items()} | {"one": metrics.Max(torch.ones(()))})
+
+
+OTHER_CONFIGS: dict[str, tuple[Any, Any]] = {
+    "reduce_loss": (GRPOLossConfig(), GRPOLossConfig(reduce_loss=False)),
+    "grad_reduction": (GRPOLossConfig(), GRPOLossConfig(grad_reduction="sum")),
+    "loss_reduction": (GRPOLossConfig(), GRPOLossConfig(loss_reduction="sample")),
+    "coefficient": (GRPOLossConfig(entropy_coef=0.01), GRPOLossConfig(entropy_coef=0.02)),
+    "terms": (GRPOLossConfig(), GRPOLossConfig(entropy_coef=0.01)),
+    "class": (GRPOLossConfig(), OrealLossConfig()),
+    "selection": (GRPOLossConfig(), GRPOLossConfig(policy_loss_cfg={"loss_type": "clip_cov"}, entropy_coef=0.01)),
+}
+
+
+def other_configs(what: str) -> None:
+    """The loss of rank 1 is another one."""
+    _calibrated(OTHER_CONFIGS[what][dist.get_rank()])
+
+
+def left_out(how: str) -> None:
+    """Rank 1 has nothing, or too little, where several exchanges come one after the other."""
+    totals: Any = None
+    if how.startswith("mixed"):
+        config: Any = MixedLossConfig(parts={"rl": GRPOLossConfig(), "sft": CELossConfig()})
+        batch = rl_batch(part_ids=torch.tensor([0]), old_logprobs=None if _is_odd() else rl_batch()["old_logprobs"])
+    elif how.startswith("rollout"):
+        config = GRPOLossConfig(
+            rollout_is=RolloutImportanceSampling(
+                rollout_is_mode="truncate", rollout_is_threshold=(0.5, 2.0), normalize_weights=True
+            )
+        )
+        batch = rl_batch(rollout_logprobs=rl_batch()["old_logprobs"], advantages=rl_batch()["advantages"])
+        batch["old_logprobs"] = None if _is_odd() else batch["old_logprobs"]
+    else:
+        config = GRPOLossConfig(policy_loss_cfg={"loss_type": "kl_cov"})
+        batch = rl_batch(old_logprobs=None if _is_odd() else rl_batch()["old_logprobs"])
+    if how.endswith("totals"):
+        totals = Totals(tokens=6)
+    contexts = [] if _is_odd() and how.endswith("empty list") else [config.build(batch)]
+    config.loss_ctx_cls.build_batches(contexts, totals=totals)
+
+
+def backward_on_one_rank(mode: str) -> float:
+    """Only rank 0 goes backward; the ratio of a sequence lies on both."""
+    config = GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"}, loss_reduction="sample", mode=mode)
+    context = config.build(rl_batch(), _inner_mesh()["inner"])
+    config.loss_ctx_cls.build_batches([context])
+    hidden = tok(-1.0, -1.0).requires_grad_()
+    loss = context.forward(hidden, eye()).loss
+    if _is_odd():
+        return 0.0
+    loss.backward()
+    assert hidden.grad is not None
+    return float(hidden.grad.abs().sum())

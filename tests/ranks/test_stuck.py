@@ -1,0 +1,90 @@
+"""Each way in which ranks could wait for each other ends in an error on every rank."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ranks import stuck
+from ranks.pool import Failure, Ranks, RanksFailed
+
+WAITED_IN = {
+    "build": "_count",
+    "value": "over_ranks",
+    "sequence, eager": "differentiable_sum",
+    "sequence, chunk": "differentiable_sum",
+    "vocabulary, eager": "log_probs_of",
+    "vocabulary, chunk": "combine",
+    "metrics": "_check_alike",
+}
+
+
+@pytest.mark.parametrize("where", WAITED_IN)
+def test_the_end_of_a_rank_ends_those_that_wait_for_it(where: str, ranks: Ranks) -> None:
+    """Errors of build and forward stay on their rank: when it goes, the others end where they waited."""
+    waited, failed = ranks.outcomes(stuck.rank_fails, where, limit=20)
+    assert isinstance(failed, Failure)
+    assert failed.kind == ("OSError" if where == "metrics" else "BatchError"), failed.trace
+    assert isinstance(waited, Failure)
+    assert waited.rank == 0
+    assert waited.kind in ("RuntimeError", "DistBackendError", "DistNetworkError"), waited.trace
+    assert WAITED_IN[where] in waited.trace
+    assert "rlloss/distributed.py" in waited.trace
+
+
+def test_pipeline_stages(ranks: Ranks) -> None:
+    """The ranks of the last stage are named; counted over all ranks, each stage waits for the other."""
+    first, last = ranks.run(stuck.pipeline, True)
+    assert first == last > 0
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(stuck.pipeline, False, limit=3)
+    assert re.search(r"rank 0 waited in:(.|\n)*recv(.|\n)*rank 1 waited in:(.|\n)*calibrate", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("none", "rank 0 of the group: .*ratio_mean.*rank 1 of the group: \\[\\]"),
+        ("more", "mine: Sum"),
+        ("another kind", "tokens: Max"),
+    ],
+)
+def test_metrics_that_differ_between_ranks(how: str, message: str, ranks: Ranks) -> None:
+    for failure in ranks.outcomes(stuck.odd_metrics, how, limit=20):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "BatchError"
+        assert re.search(message, failure.message), failure.message
+
+
+def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks) -> None:
+    for found in ranks.run(stuck.nan_metrics):
+        assert {name: str(value) for name, value in found.items()} == {
+            "high": "nan",
+            "low": "nan",
+            "sum": "nan",
+            "one": "1.0",
+        }
+
+
+@pytest.mark.parametrize("what", stuck.OTHER_CONFIGS)
+def test_ranks_with_different_configs(what: str, ranks: Ranks) -> None:
+    for failure in ranks.outcomes(stuck.other_configs, what, limit=20):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "BatchError"
+        assert "different loss configs" in failure.message
+
+
+@pytest.mark.parametrize("how", ["mixed", "mixed, empty list", "rollout", "rollout, totals", "selection, totals"])
+def test_an_error_before_several_exchanges(how: str, ranks: Ranks) -> None:
+    for failure in ranks.outcomes(stuck.left_out, how, limit=20):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "BatchError", failure.trace
+        assert "rank 1: " in failure.message
+        assert ("empty list" if "empty" in how else "old_logprobs") in failure.message
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+def test_backward_waits_for_nobody(mode: str, ranks: Ranks) -> None:
+    gradient, _ = ranks.run(stuck.backward_on_one_rank, mode, limit=20)
+    assert gradient > 0
