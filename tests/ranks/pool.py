@@ -106,7 +106,7 @@ class Ranks:
         # One process imports everything, and the workers are its children.
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         context.set_forkserver_preload(
-            ["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary", "ranks.stuck"]
+            ["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary", "ranks.stuck", "ranks.cases"]
         )
         while len(self._workers) < world:
             self._workers.append(_Worker.start(context))

@@ -43,13 +43,14 @@ def expected(name: str, count: int, coef: float) -> dict[str, Tensor]:
         loss = policy[counted].sum() / total
     else:
         up, down = counted & (advantages > 0), counted & (advantages <= 0)
-        loss = (policy[up].sum() - new[up].sum()) / up.sum() + policy[down].sum() / down.sum()
-    (loss + coef * kl[counted].sum() / total).backward()
-    return {"embedding": embedding.weight.grad, "head": head.weight.grad}
+        loss = (policy[up].sum() - new[up].sum()) / up.sum() + policy[down].sum() / down.sum().clamp(min=1)
+    loss = loss + coef * kl[counted].sum() / total
+    loss.backward()
+    return {"embedding": embedding.weight.grad, "head": head.weight.grad, "loss": loss.detach()}
 
 
 @pytest.mark.parametrize("name", ["grpo", "oreal"])
-def test_gradients(name: str, ranks: Ranks) -> None:
+def test_loss_and_gradients(name: str, ranks: Ranks) -> None:
     make = {"grpo": GRPOLossConfig, "oreal": OrealLossConfig}[name]
     for accumulation, sequence_ranks, coef, mode in WAYS:
         config = make(
@@ -62,8 +63,8 @@ def test_gradients(name: str, ranks: Ranks) -> None:
         )
         reference = expected(name, accumulation * 2 // sequence_ranks, coef)
         for found in ranks.run(xtuner_step.step, config, accumulation, sequence_ranks):
-            for key, gradient in reference.items():
-                assert torch.allclose(found[key], gradient, atol=1e-8, rtol=1e-5), (
+            for key, right in reference.items():
+                assert torch.allclose(found[key], right, atol=1e-8, rtol=1e-5), (
                     accumulation,
                     sequence_ranks,
                     coef,

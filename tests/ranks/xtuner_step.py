@@ -46,7 +46,7 @@ def older(embedding: nn.Embedding, head: nn.Linear) -> tuple[nn.Embedding, nn.Li
 
 
 def step(config: Any, accumulation: int, sequence_ranks: int) -> dict[str, Tensor]:
-    """One optimiser step; gradients averaged over ranks."""
+    """One optimiser step: its loss, and the gradients averaged over ranks."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // sequence_ranks, sequence_ranks), mesh_dim_names=("dp", "sp"))
     data_ranks, data_rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
@@ -64,10 +64,12 @@ def step(config: Any, accumulation: int, sequence_ranks: int) -> dict[str, Tenso
             kwargs = context.loss_kwargs
             kwargs.old_logprobs = gather_logprobs(old_head(old_embedding(ids)), kwargs.shifted_labels)
             kwargs.ref_logprobs = kwargs.old_logprobs.clone() if config.use_kl_loss else None
+    total = torch.zeros(())
     for context, ids in zip(config.loss_ctx_cls.build_batches(contexts), parts, strict=True):
         loss, _ = context.forward(embedding(ids), head.weight)
         loss.backward()
+        total += loss.detach()
     for parameter in (embedding.weight, head.weight):
         dist.all_reduce(parameter.grad)
         parameter.grad /= world
-    return {"embedding": embedding.weight.grad, "head": head.weight.grad}
+    return {"embedding": embedding.weight.grad, "head": head.weight.grad, "loss": total}
