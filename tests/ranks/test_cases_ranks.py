@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from batches import distance
 from ranks import cases
 from ranks.cases import nlls
 from ranks.pool import Ranks
@@ -60,10 +61,14 @@ def test_a04_a_row_over_ranks_is_not_divided_by_them(world: int, tokens: int, ra
     parts = [[{**nlls(*[1.0] * tokens), "num_tokens": [tokens]}]]
     for local in by_config(ranks, supervised(reduce_loss=False), parts, world, world=world):
         assert sum(rank["loss"] for rank in local) / world == pytest.approx(1.0, abs=1e-6)
-    whole = by_config(ranks, supervised(), parts, 1, world=1)
-    for (alone,), cut in zip(whole, by_config(ranks, supervised(), parts, world, world=world), strict=True):
+    configs = supervised()
+    whole = by_config(ranks, configs, parts, 1, world=1)
+    over_ranks = by_config(ranks, configs, parts, world, world=world)
+    for config, (alone,), cut in zip(configs, whole, over_ranks, strict=True):
         gradient = sum(rank["weight_grad"] for rank in cut) / world
-        torch.testing.assert_close(gradient, alone["weight_grad"], rtol=1e-6, atol=1e-7)
+        # Liger adds up in float32 whatever comes in: 800 equal tokens are 2e-6 off on one process as well.
+        bound = 1e-5 if config.mode == "liger" else 1e-12
+        assert distance(gradient, alone["weight_grad"]) <= bound
         for rank in cut:
             assert rank["loss"] == pytest.approx(1.0, abs=1e-6)
             assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-6, abs=1e-6)
