@@ -146,8 +146,9 @@ class Transform:
         factor = self.scale / column
         if self.softcap is None:
             return factor
-        capped = (q + (shift[:, None] if q.ndim == 2 else shift)) * column / self.softcap
-        return factor * (1.0 - capped.square())
+        # In place: q may be as large as a piece of the chunk.
+        capped = (q + (shift[:, None] if q.ndim == 2 else shift)).mul_(column).div_(self.softcap)
+        return capped.square_().neg_().add_(1.0).mul_(factor)
 
 
 def row_stats(

@@ -136,18 +136,24 @@ class Sweep:
 
     def _write_gradient(self, rows: Rows, stats: RowStats, grads: RowGradients) -> None:
         temperature, extra_ids = self._temperature(rows), self._extra_ids(rows)
-        tiny = torch.finfo(self.dtype).tiny
         for piece in self.logits.pieces(stats.rest.shape[0]):
-            slope: Tensor | float
-            if self.transform.softcap is None:
-                slope = self.transform.slope(stats.q_label, stats.shift, temperature)
-                slope = slope[:, None] if isinstance(slope, Tensor) else slope
-            else:
-                slope = self.transform.slope(piece.numbers.clamp(min=tiny).log_(), stats.shift, temperature)
-            off_label_gradient_(piece.numbers, stats, grads).mul_(slope)
+            self._differentiate(piece.numbers, stats, grads, temperature)
         if grads.extra is not None and extra_ids is not None and stats.q_extra is not None:
             own = grads.extra * self.transform.slope(stats.q_extra, stats.shift, temperature)
             self.logits.put_words(extra_ids, -own, add=True)
+
+    def _differentiate(
+        self, numbers: Tensor, stats: RowStats, grads: RowGradients, temperature: float | Tensor
+    ) -> None:
+        """Replaces some columns of `E` by negative derivatives by the raw products."""
+        slope: Tensor | float
+        if self.transform.softcap is None:
+            slope = self.transform.slope(stats.q_label, stats.shift, temperature)
+            slope = slope[:, None] if isinstance(slope, Tensor) else slope
+        else:
+            tiny = torch.finfo(self.dtype).tiny
+            slope = self.transform.slope(numbers.clamp(min=tiny).log_(), stats.shift, temperature)
+        off_label_gradient_(numbers, stats, grads).mul_(slope)
 
     def _accumulate(self, rows: Rows, factor: Tensor, labels: Tensor, target: Tensor) -> None:
         """Adds `-factor` times the chunk, with `target` at the labels, times W or h."""
