@@ -24,6 +24,11 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
             "mode='liger' computes the log-prob of the label alone, but the loss asks for those of more words of each "
             "token (extra_ids, a teacher's top-k). Use mode='chunk'."
         )
+    if options.entropy != "none":
+        raise ConfigError(
+            "mode='liger' computes no entropies, but the loss asks for them (a term with needs_entropy). "
+            "Use mode='chunk'."
+        )
     if inputs.vocab is not None:
         raise ConfigError("mode='liger' takes a whole head weight, not one cut over ranks. Use mode='chunk'.")
     temperature = inputs.temperature
