@@ -22,7 +22,7 @@ try:
     import trl
 except ImportError as error:
     raise BackendUnavailableError(
-        f"rlloss.compat.trl needs TRL: {error}. Install it with `pip install trl`."
+        f'rlloss.compat.trl needs TRL: {error}. Install it with: pip install "rlloss[trl]"'
     ) from error
 
 _MULTIMODAL = (
