@@ -240,3 +240,67 @@ def test_f04_bf16_log_probs_agree_across_modes() -> None:
 def test_tok_rows_have_their_log_prob() -> None:
     context = LogProbConfig().build({"shifted_labels": labels(1, 1, 0)})
     assert context.forward(tok(-1.0, -10.0, -3.0), eye()).loss[0, :2].tolist() == pytest.approx([-1.0, -10.0])
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    """A mesh of one rank, in this process."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@every_mode
+@pytest.mark.parametrize("sharded", ["head", "hidden", "both"])
+def test_e20_a_dtensor_on_one_rank(head: Head, sharded: str, one_rank: Any) -> None:
+    """FSDP2 on one rank: the same loss, and a gradient that is a DTensor where the parameter is one."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    context = w3_context(CELossConfig(**head))
+    plain = w3_leaves()
+    context.forward(*plain).loss.backward()
+    placements = {"hidden": Replicate(), "head": Shard(0)}
+    leaves: list[Any] = []
+    for name, leaf in zip(placements, w3_leaves(), strict=True):
+        made: Any = leaf.detach()
+        if sharded in (name, "both"):
+            made = distribute_tensor(made, one_rank, [placements[name]])
+        leaves.append(made.requires_grad_())
+    loss = context.forward(*leaves).loss
+    assert float(loss.detach()) == pytest.approx(W3_LOSS, abs=1e-6)
+    loss.backward()
+    for leaf, reference in zip(leaves, plain, strict=True):
+        assert isinstance(leaf.grad, DTensor) == isinstance(leaf, DTensor)
+        found = leaf.grad.to_local() if isinstance(leaf, DTensor) else leaf.grad
+        assert torch.allclose(found, reference.grad, rtol=1e-6, atol=1e-9)
+
+
+@every_mode
+def test_e24_other_lengths_compile_nothing(head: Head) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    for n in range(3, 13):
+        hidden, weight, targets = random_batch(n, {1})
+        run_step(CELossConfig(**head), [{"shifted_labels": targets}], [hidden], weight)
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+def test_f06_a_million_tokens(mode: Any) -> None:
+    """Float32 sums over a million tokens keep their digits, in the loss and in the gradients."""
+    make = torch.Generator().manual_seed(6)
+    hidden = torch.randn(1, 1_000_000, 2, generator=make)
+    weight = torch.randn(3, 2, generator=make)
+    targets = torch.randint(0, 3, (1, 1_000_000), generator=make)
+    config = CELossConfig(mode=mode, chunk_size=8192)
+    step = run_step(config, [{"shifted_labels": targets}], [hidden], weight)
+    rows = hidden[0].double()
+    log_p = (rows @ weight.double().T).log_softmax(-1)
+    assert step.loss == pytest.approx(-float(log_p.gather(1, targets[0][:, None]).mean()), rel=1e-6)
+    slope = (log_p.exp() - torch.nn.functional.one_hot(targets[0], 3)) / 1e6
+    for found, true in ((step.weight_grad, slope.T @ rows), (step.hidden_grads[0][0], slope @ weight.double())):
+        assert (found - true).abs().max() <= 3e-6 * true.abs().max()

@@ -52,7 +52,7 @@ except TypeError:
 """
 
 
-def test_the_kernel_gives_eager_numbers() -> None:
+def test_e25_the_kernel_gives_eager_numbers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
