@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rlloss.heads import HeadInputs, HeadOptions, Objective, TokenStats, buffer, run_head, token_stats
+from rlloss.heads.products import Products
+from rlloss.heads.softmax import Transform
 from rlloss.layout import token_layout
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 101
@@ -123,6 +126,24 @@ def test_log_probs_do_not_depend_on_whether_gradients_are_wanted() -> None:
     with torch.no_grad():
         alone, _ = token_stats("chunk", inputs, options)
     assert torch.cat(seen).equal(alone.log_prob)
+
+
+def test_rows_that_are_kept_move_to_the_front() -> None:
+    """Every choice out of up to seven rows."""
+    products = Products(torch.zeros(9, 2), torch.float32, exact_logits=False)
+    for count in range(1, 8):
+        for chosen in itertools.product([False, True], repeat=count):
+            chunk = buffer.ChunkLogits(products, Transform(None, 1.0, None), count, keep=True)
+            chunk.fill(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64), 1.0, None, with_entropy=False)
+            for piece in chunk.pieces(count):
+                piece.numbers.copy_(torch.arange(count)[:, None].expand_as(piece.numbers))
+            kept = chunk.compact(torch.tensor(chosen))
+            if kept is None:
+                assert all(chosen)
+                continue
+            assert sorted(kept.tolist()) == [row for row in range(count) if chosen[row]]
+            for piece in chunk.pieces(len(kept)):
+                assert (piece.numbers == kept[:, None]).all()
 
 
 def test_a_second_backward_gives_the_same_numbers() -> None:

@@ -135,8 +135,9 @@ class ChunkLogits:
         if count == keep.shape[0]:
             return None
         moved = count - ahead if count else 0
-        holes = torch.nonzero_static(~keep[:count], size=moved).squeeze(1)
-        movers = torch.nonzero_static(keep[count:], size=moved).squeeze(1) + count
+        # Rows that are kept, and after them the others, each in order.
+        order = (~keep).to(torch.uint8).argsort(stable=True)
+        movers, holes = order[count - moved : count], order[count : count + moved]
         for piece in self.pieces(self.rows):
             piece.numbers.index_copy_(0, holes, piece.numbers.index_select(0, movers))
         return torch.arange(count, device=keep.device).index_copy(0, holes, movers)

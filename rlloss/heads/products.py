@@ -38,9 +38,9 @@ class Products:
         self.operand_dtype = dtype if self.on_cpu else weight.dtype
         self._tile = weight.new_empty(0, dtype=dtype)
 
-    def operand(self, hidden: Tensor) -> Tensor:
-        """Returns hidden states in the dtype of the products."""
-        return hidden.to(self.operand_dtype)
+    def operand(self, numbers: Tensor) -> Tensor:
+        """Returns hidden states, or columns of the chunk, in the dtype of the products."""
+        return numbers.to(self.operand_dtype)
 
     def new_buffer(self, size: int) -> Tensor:
         """Returns uninitialised memory for `size` numbers."""
@@ -65,8 +65,8 @@ class Products:
                 out.add_(bias[columns])
 
     def add_hidden(self, numbers: Tensor, columns: slice, out: Tensor, first: bool) -> None:
-        """Adds `numbers W[columns]` to `out` `[C, H]`, or writes it when it is the first."""
-        self._accumulate(numbers.to(self.operand_dtype), self._weight(columns), out, first)
+        """Adds `numbers W[columns]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
+        self._accumulate(numbers, self._weight(columns), out, first)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
@@ -78,7 +78,7 @@ class Products:
 
     def add_weight(self, numbers: Tensor, folded: "Folded", out: Tensor, first: bool) -> None:
         """Adds `numbers^T folded` to `out`, the columns' rows of the weight gradient."""
-        self._accumulate(numbers.to(self.operand_dtype).T, folded.rows, out, first, folded.unit)
+        self._accumulate(numbers.T, folded.rows, out, first, folded.unit)
 
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:
         if left.dtype == out.dtype:

@@ -165,11 +165,11 @@ class Sweep:
         gradient = hidden.new_empty(hidden.shape) if self.grad_hidden is not None else None
         first = self._untouched
         for piece in self.logits.pieces(factor.shape[0]):
-            columns = slice(piece.start, piece.stop)
+            columns, numbers = slice(piece.start, piece.stop), self.products.operand(piece.numbers)
             if gradient is not None:
-                self.products.add_hidden(piece.numbers, columns, gradient, piece.start == 0)
+                self.products.add_hidden(numbers, columns, gradient, piece.start == 0)
             if self.grad_weight is not None:
-                self.products.add_weight(piece.numbers, folded, self.grad_weight[columns], first)
+                self.products.add_weight(numbers, folded, self.grad_weight[columns], first)
             if self.grad_bias is not None:
                 self.grad_bias[columns].addmv_(piece.numbers.T, -factor)
         self._untouched = False
