@@ -16,7 +16,7 @@ endif
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup
 
-.PHONY: help train test test-all lint bench mutants
+.PHONY: help train test test-all lint bench gpu mutants
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ lint: $(READY)  ## ruff and mypy
 
 bench: $(READY)  ## time and memory of the modes
 	$(PY) -m rlloss bench
+
+gpu: $(READY)  ## what only a CUDA device can show, in at most five minutes
+	$(PY) -m pytest tests/gpu -m gpu -rA --junitxml=gpu.xml
 
 mutants: $(READY)  ## break the formulas one by one; every break must turn a test red
 	$(PY) -m tests.mutants
