@@ -58,10 +58,11 @@ WATCHED = [
 
 
 class Collectives:
-    """Notes the name of every collective that runs inside, in backward as well."""
+    """Notes every collective that runs inside, in backward as well: its name, and what it does with how many numbers."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.calls: list[str] = []
 
     def __enter__(self) -> Collectives:
         self._before = {name: getattr(dist, name) for name in WATCHED}
@@ -77,6 +78,9 @@ class Collectives:
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.names.append(name)
+            sent = next(arg for arg in reversed(args) if isinstance(arg, Tensor)) if args else torch.empty(0)
+            kind = str(kwargs["op"]).rpartition(".")[2].lower() if "op" in kwargs else name.removeprefix("all_")
+            self.calls.append(f"{kind} {sent.numel()}")
             return function(*args, **kwargs)
 
         return watched
@@ -92,6 +96,8 @@ class Part:
     bias_grad: Tensor | None
     metrics: dict[str, float]
     collectives: dict[str, list[str]]
+    """Names by phase; forward and backward are those of the last micro-batch."""
+    calls: dict[str, list[str]]
 
 
 def run_parts(cases: Sequence[Case]) -> list[Part]:
@@ -107,30 +113,28 @@ def run_part(case: Case, mesh: DeviceMesh, group: Any) -> Part:
     dp, sp, _ = case.mesh
     groups = split(split(case.step.sequences, dp)[dp_rank], case.parts)
     laid = [lay_out(case, part) for part in groups]
-    seen: dict[str, list[str]] = {}
+    seen: dict[str, Collectives] = {}
     contexts = [build(case, batch, mesh["sp"], sp_rank, sp) for batch, _ in laid]
-    with Collectives() as counter:
+    with Collectives() as seen["build_batches"]:
         contexts = type(contexts[0]).build_batches(contexts, sp_mesh=mesh["sp"], group=group)
-    seen["build_batches"] = counter.names
     weight, bias, head = head_of(case, mesh)
     hidden = [local(value, sp_rank, sp, 7.0).clone().requires_grad_() for _, value in laid]
     losses, extras = [], []
     for context, states in zip(contexts, hidden, strict=True):
-        with Collectives() as counter:
+        with Collectives() as seen["forward"]:
             loss, (_, extra) = context.forward(states, weight, bias, **head)
-        seen["forward"] = counter.names
-        with Collectives() as counter:
+        with Collectives() as seen["backward"]:
             loss.backward()
-        seen["backward"] = counter.names
         losses.append(loss.item())
         extras.append(extra)
-    with Collectives() as counter:
+    with Collectives() as seen["metrics"]:
         reduced = metrics.reduce(metrics.merge(extras), group)
-    seen["metrics"] = counter.names
     grads = [states.grad for states in hidden]
     if "value_weight" in head:
         grads.append(head["value_weight"].grad[None])
-    return Part(losses, grads, weight.grad, None if bias is None else bias.grad, reduced, seen)
+    names = {phase: counter.names for phase, counter in seen.items()}
+    calls = {phase: counter.calls for phase, counter in seen.items()}
+    return Part(losses, grads, weight.grad, None if bias is None else bias.grad, reduced, names, calls)
 
 
 def lay_out(case: Case, sequences: list[dict[str, Tensor]]) -> tuple[dict[str, Any], Tensor]:
