@@ -151,8 +151,8 @@ def _count(
 ) -> tuple[list[_Counts], Tensor | None]:
     """Sums one vector over ranks: what `facts_of` says, all tokens, and three counts for each of `MAX_TERMS` terms.
 
-    Where all that the terms divide by is given, nothing is summed. A prompt reduction sums its tokens of each prompt
-    in a second collective, once no rank has an error.
+    Nothing is summed where all that the terms divide by is given and forward runs no collective either. Prompt
+    reductions sum the tokens of each prompt in a second collective, once no rank has an error.
 
     Returns:
         The counts of each term, and all tokens of the step that count, whichever terms they are in; None where nobody
@@ -168,19 +168,24 @@ def _count(
         check_facts(vector[:FACTS], problem, not contexts or contexts[0].loss_cfg.reduce_loss, group)
     elif problem is not None:
         raise problem
-    counts = []
-    for index, term in enumerate(terms):
-        by_prompt = None
-        if term.reduction == "prompt":
-            by_prompt = _prompt_tokens([part[index] for part in parts], num_prompts_of(contexts), group)
-        counts.append(_with_totals(vector[FACTS + 1 + 3 * index :][:3], by_prompt, totals))
+    by_prompt = [index for index, term in enumerate(terms) if term.reduction == "prompt"]
+    of_prompts = _prompt_tokens(parts, by_prompt, num_prompts_of(contexts), group) if by_prompt else {}
+    counts = [
+        _with_totals(vector[FACTS + 1 + 3 * index :][:3], of_prompts.get(index), totals) for index in range(len(terms))
+    ]
     if totals.tokens is not None:
         return counts, vector.new_tensor(float(totals.tokens))
     return counts, vector[FACTS] if shared else None
 
 
 def _shared(contexts: Sequence[Any], terms: Sequence[Term], totals: Totals) -> bool:
-    """Whether anything is counted over ranks; a rank that failed must say the same as the others."""
+    """Whether the vector is summed; a rank that failed must say the same as the others.
+
+    It is where something has to be counted, and where forward sums the loss: first errors, and unequal numbers of
+    micro-batches, must be known everywhere.
+    """
+    if contexts and contexts[0].loss_cfg.reduce_loss and totals.world != 1:
+        return True
     if not terms and contexts:
         with contextlib.suppress(Exception):
             terms = contexts[0].loss_cfg.terms()
@@ -194,13 +199,15 @@ def _counts_of(part: _Part) -> Tensor:
     return torch.stack([part.mask.sum().double(), (sizes > 0).double().sum(), sizes.sqrt().sum()])
 
 
-def _prompt_tokens(parts: list[_Part], count: int, group: Group) -> Tensor:
-    """Tokens of each prompt over the whole step, `[P]`."""
-    local = parts[0].sizes.new_zeros(count)
+def _prompt_tokens(parts: list[list[_Part]], terms: list[int], count: int, group: Group) -> dict[int, Tensor]:
+    """Tokens of each prompt over the whole step, `[P]`, of some terms by their index; one collective."""
+    local = parts[0][0].sizes.new_zeros(len(terms), count)
     for part in parts:
-        assert part.prompts is not None
-        local = local.index_add(0, part.prompts, part.counted_sizes)
-    return all_reduce_sum(local, group)
+        for line, index in zip(local, terms, strict=True):
+            prompts = part[index].prompts
+            assert prompts is not None
+            line.index_add_(0, prompts, part[index].counted_sizes)
+    return dict(zip(terms, all_reduce_sum(local, group).unbind(), strict=True))
 
 
 def _with_totals(counts: Tensor, prompt_tokens: Tensor | None, totals: Totals) -> _Counts:

@@ -137,6 +137,15 @@ def left_out(how: str) -> None:
     config.loss_ctx_cls.build_batches(contexts, totals=totals)
 
 
+def more_micro_batches(loss_reduction: str, totals: dict[str, Any] | None, reduce_loss: bool) -> float:
+    """Rank 1 has two micro-batches, rank 0 has one, and nothing has to be counted."""
+    config = GRPOLossConfig(loss_reduction=loss_reduction, reduce_loss=reduce_loss)  # type: ignore[arg-type]
+    contexts = [config.build(rl_batch()) for _ in range(1 + _is_odd())]
+    given = None if totals is None else Totals(**totals)
+    contexts = config.loss_ctx_cls.build_batches(contexts, totals=given)
+    return float(sum(context.forward(tok(-1.0, -1.0, -1.0), eye()).loss for context in contexts))
+
+
 def backward_on_one_rank(mode: str) -> float:
     """Only rank 0 goes backward; the ratio of a sequence lies on both."""
     config = GRPOLossConfig(policy_loss_cfg={"loss_type": "gspo"}, loss_reduction="sample", mode=mode)

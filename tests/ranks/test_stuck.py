@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,19 @@ def test_an_error_before_several_exchanges(how: str, ranks: Ranks) -> None:
         assert failure.kind == "BatchError", failure.trace
         assert "rank 1: " in failure.message
         assert ("empty list" if "empty" in how else "old_logprobs") in failure.message
+
+
+@pytest.mark.parametrize(
+    ("reduction", "totals"), [("sum", None), ("token", {"tokens": 9}), ("sample", {"sequences": 3})]
+)
+def test_unequal_micro_batches_where_nothing_is_counted(reduction: str, totals: Any, ranks: Ranks) -> None:
+    """Forward would wait: it is an error in build_batches, and exact without a collective."""
+    for failure in ranks.outcomes(stuck.more_micro_batches, reduction, totals, True, limit=20):
+        assert isinstance(failure, Failure)
+        assert "unequal numbers of micro-batches (3 in all)" in failure.message
+    first, second = ranks.run(stuck.more_micro_batches, reduction, totals, False)
+    assert second == pytest.approx(2 * first)
+    assert (first + second) / 2 == pytest.approx(-9.0 if reduction == "sum" else -1.0)
 
 
 @pytest.mark.parametrize("mode", ["eager", "chunk"])
