@@ -58,7 +58,7 @@ WATCHED = [
 
 
 class Collectives:
-    """Notes every collective that runs inside, in backward as well: its name, and what it does with how many numbers."""
+    """Notes every collective that runs inside, backward included: its name, and with how many numbers it does what."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from batches import assert_same, random_step, run_step
+from batches import assert_same, run_step
 from ranks.losses import LOSSES, make, step_of_all
 from ranks.mesh_step import MESHES, Case, join, run_parts
 from ranks.pool import Ranks
-from rlloss import GRPOLossConfig
 
 STEP = step_of_all()
 quiet = pytest.mark.filterwarnings("ignore:a row .1, T. without cu_seq_lens")
@@ -74,32 +73,3 @@ def test_every_loss(mesh: tuple[int, int, int], ranks: Ranks, reference: dict[st
 @pytest.mark.parametrize("mesh", [*MESHES, (2, 2, 2)], ids=str)
 def test_every_loss_in_every_way(mesh: tuple[int, int, int], ranks: Ranks, reference: dict[str, Any]) -> None:
     check(cases_of(mesh, 4), ranks, reference)
-
-
-@pytest.mark.parametrize("mode", ["eager", "chunk"])
-def test_collectives_of_sequence_and_vocabulary_ranks(mode: str, ranks: Ranks) -> None:
-    """What docs/ranks.md says, and nothing else: `all_reduce` sums or finds a maximum."""
-    step = random_step(3, [40])
-    keys = ("old_logprobs", "advantages")
-    token = GRPOLossConfig(mode=mode, chunk_size=10)
-    sequence = GRPOLossConfig(mode=mode, chunk_size=10, policy_loss_cfg={"loss_type": "ranks_sequence"})
-    (on_tokens, on_sequences), _ = ranks.run(
-        run_parts, [Case(config, step, (1, 2, 1), 1, "packed", keys) for config in (token, sequence)]
-    )
-    for part in (on_tokens, on_sequences):
-        assert part.collectives["build_batches"] == ["all_reduce", "all_gather", "all_reduce"]
-        assert part.collectives["backward"] == []
-        assert part.collectives["metrics"] == ["all_reduce"] * 3
-    assert on_tokens.collectives["forward"] == ["all_reduce"]
-    assert on_sequences.collectives["forward"] == ["all_reduce"] * 3, "a sum, its gradient, and the value"
-    ((part,), _) = ranks.run(run_parts, [Case(token, step, (1, 1, 2), 1, "packed", keys)])
-    counted = int(part.metrics["tokens"])
-    assert part.collectives["build_batches"] == []
-    assert part.collectives["metrics"] == []
-    if mode == "chunk":
-        chunks = -(-counted // 10)
-        assert part.collectives["forward"] == ["all_gather"] + ["all_reduce"] * (2 * chunks + 1)
-        assert part.collectives["backward"] == []
-    else:
-        assert part.collectives["forward"] == ["all_gather"] + ["all_reduce"] * 3, "a maximum, a sum, the label's logit"
-        assert part.collectives["backward"] == ["all_reduce"]
