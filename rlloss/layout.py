@@ -177,6 +177,13 @@ def exchange_sizes(parts: Sequence[tuple[Segments, Sequence[Tensor]]]) -> list[t
     return found
 
 
+def _places(mask: Tensor, count: int) -> Tensor:
+    """Returns where the `count` True entries of `[N]` stand; torch.nonzero_static is on CUDA since torch 2.7 only."""
+    number = torch.where(mask, mask.cumsum(0) - 1, count)
+    places = torch.arange(mask.shape[0], device=mask.device)
+    return places.new_zeros(count + 1).scatter_(0, number, places)[:count]
+
+
 def token_layout(mask: Tensor, cu_seq_lens: Tensor | None, num_tokens: int, shard: Shard | None = None) -> TokenLayout:
     """Builds the layout of a padded or packed batch, without a host synchronisation.
 
@@ -190,7 +197,7 @@ def token_layout(mask: Tensor, cu_seq_lens: Tensor | None, num_tokens: int, shar
     full = num_tokens == rows * columns
     flat = torch.arange(num_tokens, device=mask.device)
     if not full:
-        flat = torch.nonzero_static(mask.reshape(-1), size=num_tokens).squeeze(1)
+        flat = _places(mask.reshape(-1), num_tokens)
     ids, count = flat // max(columns, 1), rows
     if cu_seq_lens is not None:
         first = 0 if shard is None else shard.start
