@@ -228,8 +228,8 @@ def _loss_of(model: Any, context: BaseRLLossContext, inputs: dict[str, Any], flo
     length = int(context.loss_kwargs.shifted_labels.shape[1])
     hidden = hf.hidden_states(model, inputs)[:, -length - 1 : -1]
     head = hf.find_head(model)
-    hidden = head.inputs(hidden.to(head.weight.device))
+    hidden = hidden.to(head.weight.device)
     if not float32:
-        return context.forward(hidden, head.weight, head.bias)
+        return context.forward(head.inputs(hidden), head.weight, head.bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        return context.forward(hidden.float(), head.weight, head.bias)
+        return context.forward(head.inputs(hidden.float()), head.weight, head.bias)

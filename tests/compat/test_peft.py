@@ -167,7 +167,8 @@ def test_an_update_below_the_last_digit_of_the_weight_counts() -> None:
     update = head.inputs(hidden)[..., rows:].double() @ columns[:, rows:].T
     exact = 2.0 * layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
     true = hidden.double() @ exact.T
-    assert (layer.base_layer.weight.double() + exact).bfloat16().equal(layer.base_layer.weight) or exact.abs().max() > 0
+    kept = layer.base_layer.weight
+    assert ((kept.double() + exact).bfloat16() == kept).double().mean() > 0.5
     assert (update - true).norm() <= 1e-2 * true.norm()
 
 
