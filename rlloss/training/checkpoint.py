@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from rlloss.distributed import all_gather_text, world_size
 from rlloss.errors import ConfigError, RLLossError
 from rlloss.training.extras import require
-from rlloss.training.ranks import is_main
+from rlloss.training.ranks import is_lost, is_main
 
 FACTS_FILE = "run.json"
 """Written last: a folder with it is whole."""
@@ -129,6 +129,8 @@ def _on_every_rank(action: Callable[[], None]) -> str:
     try:
         action()
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        if isinstance(error, RuntimeError) and is_lost(error):
+            raise
         problem = _sentence(error)
     problems = all_gather_text(problem)
     named = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]

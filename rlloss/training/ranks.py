@@ -1,25 +1,32 @@
 """Training on several ranks of torchrun: who takes which rows, and what is put together again.
 
-Every rank holds the whole model. Sampling and log-probs are shared out by rows, which are seeded one by one, and
-gathered; micro-batches are shared out and their gradients averaged. A run on any number of ranks is the same run, to
-rounding.
+Sampling and log-probs are shared out by rows, which are seeded one by one, and gathered; micro-batches are shared out,
+equally many for each rank. A run on any number of ranks is the same run, to rounding.
 """
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from rlloss.distributed import all_gather, all_reduce_max, is_initialized, rank, world_size
 from rlloss.errors import RLLossError
+from rlloss.training.watch import GO_ON, Watch
 
 TIME_LIMIT = 600.0
 """Seconds after which a rank that waits for another one gives up; a rank that dies is noticed at once."""
+
+PATIENCE = 20.0
+"""Seconds that SIGTERM leaves a rank which is about to end; torchrun kills it after 30."""
 
 T = TypeVar("T")
 
@@ -38,19 +45,33 @@ def ranks_of_torchrun(device: str) -> Iterator[None]:
         yield
         return
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIME_LIMIT))
-    own = rank()
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    limit = timedelta(seconds=TIME_LIMIT)
+    store, own, world = next(rendezvous("env://", timeout=limit))
+    before = signal.signal(signal.SIGTERM, _leave_soon)
+    shared = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=shared, rank=own, world_size=world, timeout=limit)
     try:
-        yield
-    except RuntimeError as error:
-        if not _is_lost(error):
-            raise
-        raise RLLossError(
-            f"rank {own} lost another rank, which has died or does not answer ({str(error).splitlines()[0]}). Nothing "
-            f"is lost up to the last checkpoint: start the same command again with --resume, on any number of ranks."
-        ) from error
+        with Watch(store.clone(), own, world) as watch:
+            try:
+                yield
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                raise RLLossError(
+                    f"rank {own} lost another rank: {watch.explain()} ({str(error).splitlines()[0]}). {GO_ON}"
+                ) from error
     finally:
+        signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
+
+
+def _leave_soon(number: int, frame: FrameType | None) -> None:
+    """Ends this rank in a while: torchrun sends SIGTERM when another one died, and what to do next is still to say."""
+    timer = threading.Timer(PATIENCE, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
 
 
 def is_main() -> bool:
@@ -101,6 +122,7 @@ def on_any_rank(flag: bool) -> bool:
     return flag if world_size() == 1 else bool(all_reduce_max(torch.tensor([float(flag)])))
 
 
-def _is_lost(error: RuntimeError) -> bool:
+def is_lost(error: RuntimeError) -> bool:
+    """Tells whether an error of a collective means that another rank is gone."""
     words = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timed out", "Broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -107,6 +107,7 @@ class Ranks:
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         context.set_forkserver_preload(
             ["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary", "ranks.stuck", "ranks.cases"]
+            + ["ranks.training_runs"]
         )
         while len(self._workers) < world:
             self._workers.append(_Worker.start(context))

@@ -14,6 +14,8 @@ import torch
 
 from ranks import training_runs
 from ranks.pool import Failure, Ranks
+from rlloss.training.checkpoint import Checkpoints
+from rlloss.training.logging import read_metrics
 
 pytest.importorskip("reasoning_gym")
 ROOT = Path(__file__).parents[2]
@@ -36,19 +38,69 @@ def test_two_ranks_reach_the_weights_of_one(tmp_path: Path, ranks: Ranks) -> Non
     assert (tmp_path / "two" / "policy").is_dir()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("straight")
+    ((weights, _),) = ranks.run(training_runs.train, str(folder / "run"), 3, world=1, limit=120)
+    return weights
+
+
+GRPO, WRITING = ("grpo", 1), ("checkpoint", 6)
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "killed", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(-1, marks=pytest.mark.slow)]
+    ("killed", "place", "before", "after"),
+    [
+        (1, GRPO, 2, 1),
+        (-1, WRITING, 1, 2),
+        (0, WRITING, 2, 2),
+        pytest.param(1, WRITING, 2, 3, marks=SLOW),
+        pytest.param(0, GRPO, 2, 3, marks=SLOW),
+        pytest.param(-1, GRPO, 2, 2, marks=SLOW),
+        pytest.param(-1, GRPO, 1, 2, marks=SLOW),
+        pytest.param(-1, WRITING, 2, 1, marks=SLOW),
+    ],
 )
-def test_a_killed_rank_ends_the_run_and_nothing_is_lost(tmp_path: Path, ranks: Ranks, killed: int) -> None:
-    """The others notice it at once; on another number of ranks the run goes on to the same weights."""
-    ((undisturbed, _),) = ranks.run(training_runs.train, str(tmp_path / "straight"), 3, world=1, limit=60)
-    folder = str(tmp_path / "killed")
-    outcomes = ranks.outcomes(training_runs.train_until, folder, 3, killed, ("grpo", 1), world=2, limit=60)
+def test_a_run_survives_a_kill(
+    tmp_path: Path, ranks: Ranks, undisturbed: Any, killed: int, place: Any, before: int, after: int
+) -> None:
+    """SIGKILL of one rank or of all, in a step or while a checkpoint is written; on any ranks the run goes on."""
+    folder = tmp_path / "run"
+    outcomes = ranks.outcomes(training_runs.train_until, str(folder), 3, killed, place, world=before, limit=60)
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
-    assert not list((Path(folder) / "checkpoints").glob(".partial*"))
-    ((resumed, report),) = ranks.run(training_runs.train, folder, 3, True, world=1, limit=60)
+    assert [outcome.kind == "died" for outcome in outcomes] == [killed in (rank, -1) for rank in range(before)]
+    assert bool(list((folder / "checkpoints").glob(".partial*/*"))) == (place == WRITING)
+    whole = [path.name for path in Checkpoints(folder / "checkpoints", 2).saved()]
+    assert whole == (["step_00000003", "step_00000005"] if place == WRITING else ["step_00000002", "step_00000003"])
+    for weights, report in ranks.run(training_runs.train, str(folder), 3, True, world=after, limit=60):
+        assert report == {"finished": True, "step": 6}
+        assert_close(weights, undisturbed, 1e-5)
+    assert not list((folder / "checkpoints").glob(".partial*"))
+
+
+@pytest.mark.parametrize("place", [GRPO, WRITING])
+def test_one_process_that_is_killed_resumes_bit_for_bit(
+    tmp_path: Path, ranks: Ranks, undisturbed: Any, place: Any
+) -> None:
+    ranks.outcomes(training_runs.train_until, str(tmp_path / "run"), 3, 0, place, world=1, limit=60)
+    ((weights, report),) = ranks.run(training_runs.train, str(tmp_path / "run"), 3, True, world=1, limit=60)
     assert report == {"finished": True, "step": 6}
-    assert_close(resumed, undisturbed, 1e-5)
+    assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
+
+
+@pytest.mark.parametrize("backbone", ["own", "shared"])
+def test_ppo_over_ranks_is_the_run_of_one(tmp_path: Path, ranks: Ranks, backbone: str) -> None:
+    """Whitening, advantages, running moments and the adaptive penalty count every row once: also in the log."""
+    ((alone, _),) = ranks.run(training_runs.train_ppo, str(tmp_path / "one"), 3, backbone, world=1, limit=60)
+    for weights, report in ranks.run(training_runs.train_ppo, str(tmp_path / "two"), 3, backbone, world=2, limit=60):
+        assert report == {"finished": True, "step": 4}
+        assert_close(weights, alone, 1e-5)
+    for one, two in zip(read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two"), strict=True):
+        assert one.keys() == two.keys()
+        assert one["phase"] == two["phase"]
+        for name in (name for name in one if "time/" not in name and "seconds" not in name and name != "phase"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.slow
@@ -72,8 +124,9 @@ def test_torchrun_trains_and_a_killed_rank_is_named(tmp_path: Path) -> None:
         command + rest, env={**environment, "DIES": "1"}, capture_output=True, text=True, timeout=120, check=False
     )
     assert died.returncode != 0
-    named = r"Root Cause(.|\n)*rank +: 1(.|\n)*Signal 9"  # torchrun may stop rank 0 before it says that it lost rank 1
-    assert re.search(named, died.stderr), died.stderr
+    assert re.search(r"Root Cause(.|\n)*rank +: 1(.|\n)*Signal 9", died.stderr), died.stderr
+    said = r"rlloss: rank 0 lost another rank: rank 1 has given no sign of life for \d+ s(.|\n)*--resume"
+    assert re.search(said, died.stderr), died.stderr
     done = subprocess.run(
         [*command, *rest, "--resume"], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

@@ -1,21 +1,32 @@
-"""What a rank does in the tests of training: a tiny run, whole or cut off."""
+"""What a rank does in the tests of training: a tiny run, whole or cut off.
+
+What a run imports late is imported here at once, so that the pool loads it once for all of its processes.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from rlloss.training import checkpoint
+from rlloss.training.config import GRPOConfig, OptimizerConfig, RolloutConfig
 from rlloss.training.phase import Phase
+from rlloss.training.ppo_config import CriticConfig, EvaluatorConfig, KLConfig, PPOConfig
 from rlloss.training.run import Run
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from training.helpers import tiny_config
+
+for name in ("transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard", "matplotlib.figure"):
+    importlib.import_module(name)
 
 
 def config_of(steps: int) -> Any:
@@ -30,9 +41,41 @@ def config_of(steps: int) -> Any:
     )
 
 
+def digits(texts: list[str]) -> list[float]:
+    """A reward on texts: digits after the equals sign."""
+    return [float(sum(c.isdigit() for c in text.partition("=")[2])) for text in texts]
+
+
+def ppo_config_of(steps: int, backbone: str) -> Any:
+    """PPO whose every statistic looks at the whole rollout; an odd number of rows, so that ranks differ."""
+    ppo = PPOConfig(
+        steps=steps,
+        rollout=RolloutConfig(prompts=5, group_size=3, max_new_tokens=4),
+        updates_per_epoch=2,
+        micro_batch_size=3,
+        whiten_rewards=True,
+        kl=KLConfig(coef=0.1, target=0.5, horizon=100.0),
+        optimizer=OptimizerConfig(lr=1e-3),
+        critic=CriticConfig(backbone=backbone, optimizer=OptimizerConfig(lr=1e-3), warmup_steps=int(backbone == "own")),
+        evaluator=EvaluatorConfig(function=f"{__name__}.digits", scale=True, center=True, clip=3.0),
+    )
+    config = tiny_config(grpo=GRPOConfig(steps=0), ppo=ppo)
+    return config.model_copy(update={"supervised": config.supervised.model_copy(update={"steps": 1})})
+
+
 def train(folder: str, steps: int, resume: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trains; returns the weights and the report."""
-    run = Run(config_of(steps), Path(folder))
+    return finished(config_of(steps), folder, resume)
+
+
+def train_ppo(folder: str, steps: int, backbone: str, resume: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with PPO."""
+    return finished(ppo_config_of(steps, backbone), folder, resume)
+
+
+def finished(config: Any, folder: str, resume: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs a config; returns the weights and the report."""
+    run = Run(config, Path(folder))
     report = run.train(resume=resume)
     with run.policy.whole() as policy:
         weights = {name: value.clone() for name, value in policy.model.state_dict().items()}
@@ -40,7 +83,7 @@ def train(folder: str, steps: int, resume: bool = False) -> tuple[dict[str, Any]
 
 
 def train_until(folder: str, steps: int, rank: int, place: tuple[str, int]) -> None:
-    """Trains, and kills one rank (or all of them, -1) in the middle of a step."""
+    """Trains, and kills one rank (or all of them, -1) in the middle of a step, or of the checkpoint after a step."""
     original = Phase.apply_gradients
 
     def stepping(self: Phase, index: int) -> dict[str, float]:
@@ -48,5 +91,17 @@ def train_until(folder: str, steps: int, rank: int, place: tuple[str, int]) -> N
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, index)
 
+    class Writer(checkpoint._Writer):
+        """Dies when its file is there, and the checkpoint is not yet whole."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            if place == ("checkpoint", int(str(self.fs.concat_path(self.path, "")).rstrip("/")[-8:])):
+                torch.futures.wait_all([written])
+                if rank in (dist.get_rank(), -1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return written
+
     Phase.apply_gradients = stepping  # type: ignore[method-assign]
+    checkpoint._Writer = Writer  # type: ignore[misc]
     train(folder, steps)
