@@ -112,6 +112,25 @@ class RunLog:
             self._progress = None
 
 
+class NoLog(RunLog):
+    """The log of a rank that leaves the writing to the first one."""
+
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def start_phase(self, title: str, steps: int, done: int) -> None:
+        """Shows nothing."""
+
+    def write(self, step: int, phase: str, metrics: Metrics, advance: bool = True) -> None:
+        """Writes nothing."""
+
+    def say(self, text: str) -> None:
+        """Says nothing."""
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics; a last line that was cut off is left out."""
     path = folder / METRICS_FILE

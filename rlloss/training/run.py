@@ -2,7 +2,6 @@
 
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from rlloss.training.config import TrainConfig
 from rlloss.training.extras import require
 from rlloss.training.grpo import GRPOPhase
 from rlloss.training.interrupt import StopRequest
-from rlloss.training.logging import RunLog
+from rlloss.training.logging import NoLog, RunLog
 from rlloss.training.model import Policy, load_policy
 from rlloss.training.phase import Phase
 from rlloss.training.ppo import PPOPhase
@@ -99,10 +98,8 @@ class Run:
         return self.report
 
     def _log(self) -> RunLog:
-        """The log of the run; ranks other than the first write theirs to a folder of their own that vanishes."""
         if not is_main():
-            self._scratch = tempfile.TemporaryDirectory()
-            return RunLog(Path(self._scratch.name), require("rich.console").Console(quiet=True))
+            return NoLog()
         log = RunLog(self.output, self.console, self.report.step)
         (self.output / "config.json").write_text(json.dumps(self._config(), indent=2))
         return log

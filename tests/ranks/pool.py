@@ -102,13 +102,7 @@ class Ranks:
 
     def _start(self, world: int) -> None:
         assert world <= self.size, f"a pool of {self.size} cannot play {world} ranks"
-        context = multiprocessing.get_context("forkserver")
-        # One process imports everything, and the workers are its children.
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        context.set_forkserver_preload(
-            ["torch", "rlloss", "ranks.mesh_step", "ranks.rank_cases", "ranks.vocabulary", "ranks.stuck", "ranks.cases"]
-            + ["ranks.training_runs"]
-        )
+        context = fork_server()
         while len(self._workers) < world:
             self._workers.append(_Worker.start(context))
 
@@ -121,6 +115,15 @@ class Ranks:
             stack = probe.recv() if probe.poll(5) else "no answer"
             lines.append(f"rank {rank} waited in:\n{stack}")
         return "\n".join(lines)
+
+
+def fork_server() -> Any:
+    """Returns the context of processes that are children of one which has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    names = ["mesh_step", "rank_cases", "vocabulary", "stuck", "cases", "training_runs"]
+    context.set_forkserver_preload(["torch", "rlloss", *(f"ranks.{name}" for name in names)])
+    return context
 
 
 @dataclass

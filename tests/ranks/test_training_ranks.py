@@ -26,7 +26,6 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], bound: float) 
         assert float((found[name] - value).abs().max()) <= bound * float(value.abs().max()), name
 
 
-@pytest.mark.slow
 def test_two_ranks_reach_the_weights_of_one(tmp_path: Path, ranks: Ranks) -> None:
     ((alone, report),) = ranks.run(training_runs.train, str(tmp_path / "one"), 10, world=1, limit=120)
     assert report == {"finished": True, "step": 20}

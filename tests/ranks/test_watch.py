@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ranks import watched
+from ranks.pool import fork_server
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from ranks import watched
 )
 def test_the_rank_that_failed_is_named(tmp_path: Path, fault: str, status: int, sentence: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     said = [tmp_path / f"rank{rank}" for rank in range(2)]
     processes = [
         context.Process(target=watched.work, args=(rank, store.port, fault, str(said[rank])), daemon=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlloss.training import checkpoint
+from rlloss.training import checkpoint, logging
 from rlloss.training.config import GRPOConfig, OptimizerConfig, RolloutConfig
 from rlloss.training.phase import Phase
 from rlloss.training.ppo_config import CriticConfig, EvaluatorConfig, KLConfig, PPOConfig
@@ -75,6 +75,7 @@ def train_ppo(folder: str, steps: int, backbone: str, resume: bool = False) -> t
 
 def finished(config: Any, folder: str, resume: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs a config; returns the weights and the report."""
+    logging.draw_curves = lambda folder: None  # most of the seconds of so short a run
     run = Run(config, Path(folder))
     report = run.train(resume=resume)
     with run.policy.whole() as policy:
