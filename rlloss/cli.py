@@ -11,6 +11,7 @@ from rlloss.cli_bench import add_bench_options, run_bench
 from rlloss.cli_check import run_check
 from rlloss.cli_list import run_list
 from rlloss.cli_plot import add_plot_options, run_plot
+from rlloss.cli_report import add_report_options, run_report
 from rlloss.config_file import load_config
 from rlloss.errors import ConfigError, RLLossError, nearest, require_known
 
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--seed", type=int, default=0, help="seed of the random data")
     add_bench_options(_verb(verbs, "bench", run_bench, "time, memory and accuracy of the modes and of installed peers"))
     add_plot_options(_verb(verbs, "plot", run_plot, "draw loss and gradient of policy losses over the ratio"))
+    add_report_options(_verb(verbs, "report", run_report, "make one HTML page of a run"))
     return parser
 
 

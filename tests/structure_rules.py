@@ -31,6 +31,7 @@ FLOORS: dict[str, float] = {
     "config_file": 4,
     "compat": 4,
     "bench": 4,
+    "report": 4,
     "doctor": 4,
     "__main__": 4,
 }

@@ -8,6 +8,7 @@ from rlloss.errors import ConfigError
 from rlloss.losses.ce import CELossConfig
 from rlloss.losses.config import StrictModel
 from rlloss.losses.grpo import GRPOLossConfig
+from rlloss.training.config_parts import LoggingConfig as LoggingConfig
 from rlloss.training.config_parts import OptimizerConfig as OptimizerConfig
 from rlloss.training.config_parts import RolloutConfig as RolloutConfig
 from rlloss.training.ppo_config import PPOConfig
@@ -172,3 +173,5 @@ class TrainConfig(StrictModel):
     """Evaluation on the held-out questions."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """Loggers, and what is kept for `rlloss report`."""

@@ -1,5 +1,7 @@
 """Parts of a run's config that several phases share."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from rlloss.losses.config import StrictModel
@@ -35,3 +37,20 @@ class RolloutConfig(StrictModel):
     """Sampling temperature; the loss divides the logits by the same number."""
     batch_size: int = Field(default=1024, ge=1)
     """Most responses generated at a time (whole groups; at least one group)."""
+
+
+class LoggingConfig(StrictModel):
+    """Where the numbers of a run go beside metrics.jsonl, and what `rlloss report` finds besides."""
+
+    loggers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """TensorBoard events in the folder of the run, Weights & Biases, trackio; none is allowed."""
+    project: str = "rlloss"
+    """Project of wandb and trackio; the run there has the name of its folder."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline writes into the folder of the run, to be sent later by `wandb sync`."""
+    histograms_every: int = Field(default=1, ge=0)
+    """Steps between counts of log-ratios and advantages; 0 leaves them out."""
+    samples_every: int = Field(default=20, ge=0)
+    """Steps between samples of responses, the first and the last step included; 0 leaves them out."""
+    samples: int = Field(default=4, ge=1)
+    """Responses of a sample."""

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from rlloss.training.phase import Batch, Phase, accumulate, adapted, build_count
 from rlloss.training.ranks import gather_rows, micro_batches, own_rows
 from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
 from rlloss.training.tasks import FULL_SCORE, Question, Task
+from rlloss.training.trace import mismatch
 
 
 class GRPOPhase(Phase):
@@ -62,7 +64,7 @@ class GRPOPhase(Phase):
         advantages = grpo_advantages(rewards, rollout.group_ids, normalize_std=self.config.normalize_std)
         advantages = torch.where(advantages < 0, advantages * self.config.negative_scale, advantages)
         metrics = _rollout_metrics(rollout, rewards, self.config.rollout.group_size)
-        metrics |= self._optimize(rollout, advantages, index)
+        metrics |= self._optimize(rollout, advantages, index, rewards)
         metrics |= {"seconds_rollout": sampled - started, "seconds_update": time.perf_counter() - sampled}
         return metrics
 
@@ -77,7 +79,7 @@ class GRPOPhase(Phase):
         values = [self.task.reward(rollout.texts[row], questions[row // size]) for row in rows]
         return gather_rows(torch.tensor(values, dtype=torch.float32, device=self.policy.device))
 
-    def _optimize(self, rollout: Rollout, advantages: Tensor, index: int) -> dict[str, float]:
+    def _optimize(self, rollout: Rollout, advantages: Tensor, index: int, rewards: Tensor) -> dict[str, float]:
         """Makes every optimiser step of one rollout."""
         rows = torch.arange(len(advantages), device=advantages.device)
         if self.config.skip_zero_advantages:
@@ -86,8 +88,7 @@ class GRPOPhase(Phase):
             return {"updates": 0.0}
         tokens = rollout.tokens.rows(rows)
         batch = self._batch(rollout, advantages, rows)
-        gap = (batch["old_logprobs"] - batch["rollout_logprobs"]).abs().max()
-        numbers: dict[str, float] = {"rollout_logprob_gap": float(gap)}
+        numbers = mismatch(batch["old_logprobs"], batch["rollout_logprobs"], batch["shifted_labels"])
         parts: list[dict[str, Metric]] = []
         norms: list[float] = []
         for epoch in range(self.config.epochs):
@@ -98,6 +99,9 @@ class GRPOPhase(Phase):
                     numbers["ratio_dev_first_update"] = _deviation(parts[0])
                 done = self.apply_gradients(index)
                 norms.append(done["grad_norm"])
+        if self.trace is not None:
+            found = {**batch, "rows": rows, "rewards": rewards}
+            self.trace.add_samples(self.policy, rollout, found, partial(self._logprobs, None))
         numbers |= {"lr": done["lr"], "grad_norm": sum(norms) / len(norms), "updates": float(len(norms))}
         return {**_mean_losses(reduce(merge(parts)), len(norms)), **numbers}
 
@@ -117,7 +121,7 @@ class GRPOPhase(Phase):
         micro = micro_batches(update, self.config.micro_batch_size)
         contexts = [build_counted(self.loss, take_rows(batch, part), counts) for part, counts in micro]
         contexts = GRPOLossContext.build_batches(contexts)
-        return accumulate(self.policy.network, contexts, [tokens.rows(part) for part, _ in micro])
+        return accumulate(self.policy.network, contexts, [tokens.rows(part) for part, _ in micro], self.trace)
 
     def _logprobs(self, weights: dict[str, Tensor] | None, tokens: TokenBatch, labels: Tensor) -> Tensor:
         """Returns log-probs by the policy, or by other weights in its place."""

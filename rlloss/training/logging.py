@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, TensorBoard events, metrics.jsonl, curves.png."""
+"""What a run shows and leaves behind: a progress bar, metrics.jsonl and what a report needs, loggers, curves.png."""
 
 import json
 import math
@@ -7,7 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlloss.training.config_parts import LoggingConfig
 from rlloss.training.extras import require
+from rlloss.training.loggers import make_loggers
+from rlloss.training.trace import EDGES, HISTOGRAMS_FILE, SAMPLES_FILE, Trace
 
 METRICS_FILE = "metrics.jsonl"
 CURVES_FILE = "curves.png"
@@ -38,16 +41,17 @@ class RunLog:
         folder: Folder of the run.
         console: A console of rich; a quiet one shows nothing.
         done: Steps that are done already: later lines of an interrupted run are removed.
+        config: Loggers; None has none.
     """
 
-    def __init__(self, folder: Path, console: Any, done: int = 0) -> None:
+    def __init__(self, folder: Path, console: Any, done: int = 0, config: LoggingConfig | None = None) -> None:
         self.folder = folder
         self.console = console
         folder.mkdir(parents=True, exist_ok=True)
-        _keep_lines(folder / METRICS_FILE, done)
+        for name in (METRICS_FILE, HISTOGRAMS_FILE, SAMPLES_FILE):
+            _keep_lines(folder / name, done)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
-        writer = require("torch.utils.tensorboard").SummaryWriter
-        self._events = writer(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        self._loggers = [] if config is None else make_loggers(folder, config, done)
         self._progress: Any = None
         self._bar: Any = None
 
@@ -87,11 +91,23 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, "phase": phase, **finite}) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
-            self._events.add_scalar(f"{phase}/{name}", value, step)
+        for logger in self._loggers:
+            logger.log(step, {f"{phase}/{name}": value for name, value in metrics.items()})
         if self._progress is not None:
             shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
             self._progress.update(self._bar, advance=int(advance), shown=shown)
+
+    def write_trace(self, step: int, phase: str, trace: Trace | None) -> None:
+        """Writes what a step left behind beyond its metrics; every rank calls it, counts are added up over them."""
+        if trace is None:
+            return
+        start = {"step": step, "phase": phase}
+        counts = trace.histograms()
+        path = self.folder / HISTOGRAMS_FILE
+        if counts and not path.exists():
+            _append(path, [{"step": 0, "edges": EDGES}])
+        _append(path, [{**start, **counts}] if counts else [])
+        _append(self.folder / SAMPLES_FILE, [{**start, **sample} for sample in trace.samples])
 
     def say(self, text: str) -> None:
         """Shows a line above the progress bar."""
@@ -103,7 +119,8 @@ class RunLog:
         if self._file.closed:
             return
         self._file.close()
-        self._events.close()
+        for logger in self._loggers:
+            logger.close()
         draw_curves(self.folder)
 
     def _stop_bar(self) -> None:
@@ -124,6 +141,11 @@ class NoLog(RunLog):
     def write(self, step: int, phase: str, metrics: Metrics, advance: bool = True) -> None:
         """Writes nothing."""
 
+    def write_trace(self, step: int, phase: str, trace: Trace | None) -> None:
+        """Adds the counts of this rank to those of the first one, which writes them."""
+        if trace is not None:
+            trace.histograms()
+
     def say(self, text: str) -> None:
         """Says nothing."""
 
@@ -133,7 +155,11 @@ class NoLog(RunLog):
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics; a last line that was cut off is left out."""
-    path = folder / METRICS_FILE
+    return read_lines(folder / METRICS_FILE)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the JSON objects of a file, one a line, without a last one that was cut off."""
     lines: list[dict[str, Any]] = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -174,5 +200,11 @@ def _draw(axes: Any, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
 def _keep_lines(path: Path, done: int) -> None:
     """Removes the lines of steps that will be made again."""
     if path.exists():
-        kept = [json.dumps(line) for line in read_metrics(path.parent) if line["step"] <= done]
+        kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= done]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    if lines:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.logprob import LogProbConfig
+from rlloss.losses.token_record import PER_TOKEN
 from rlloss.metrics import Metric, merge
 from rlloss.training.config import OptimizerConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer, optimizer_tensors
 from rlloss.training.ranks import gather_rows, share
 from rlloss.training.sharding import reduce_gradients
+from rlloss.training.trace import Trace
 
 Batch = dict[str, Tensor]
 L = TypeVar("L", bound=BaseLossConfig)
@@ -38,6 +40,7 @@ class Phase(ABC):
         self.policy = policy
         self.steps = steps
         self.optimizer_config = config
+        self.trace: Trace | None = None  # set for a step that is to leave more than its metrics behind
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
@@ -76,7 +79,11 @@ class Phase(ABC):
 
 
 def accumulate(
-    network: nn.Module, contexts: Sequence[BaseLossContext], batches: Sequence[TokenBatch], **arguments: Tensor
+    network: nn.Module,
+    contexts: Sequence[BaseLossContext],
+    batches: Sequence[TokenBatch],
+    trace: Trace | None = None,
+    **arguments: Any,
 ) -> dict[str, Metric]:
     """Runs forward and backward over the micro-batches of one optimiser step.
 
@@ -84,16 +91,21 @@ def accumulate(
         network: What is trained; called with a batch and its context.
         contexts: Calibrated contexts, one for each micro-batch: their losses add up to the loss of the step.
         batches: The tokens of the micro-batches.
+        trace: Takes notice of single tokens, where it is given.
         **arguments: More arguments of the contexts' `forward`.
 
     Returns:
         The metrics of this rank's part of the step.
     """
     extras = []
+    if trace is not None:
+        arguments["return_tokens"] = True
     for place, (context, batch) in enumerate(zip(contexts, batches, strict=True)):
         reduce_gradients(network, place + 1 == len(contexts))
         loss, (_, extra) = network(batch, context, **arguments)
         loss.backward()
+        if trace is not None:
+            trace.add(extra.pop(PER_TOKEN))
         extras.append(extra)
     return merge(extras)
 

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from rlloss.functional.masked import masked_whiten
 from rlloss.functional.ppo_rewards import TokenRewards, compute_rewards
 from rlloss.metrics import Metric, merge, over_ranks
 from rlloss.training.evaluator import Evaluator
-from rlloss.training.model import Policy
+from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.phase import Batch, Phase, label_logprobs
 from rlloss.training.ppo_config import KLConfig, PPOConfig
 from rlloss.training.ppo_model import ActorCritic
@@ -23,6 +24,7 @@ from rlloss.training.ppo_stats import rollout_statistics, update_statistics
 from rlloss.training.ranks import gather_rows, own_rows
 from rlloss.training.rollout import IGNORE, Rollout, prompt_seed, sample
 from rlloss.training.tasks import FULL_SCORE, Task
+from rlloss.training.trace import mismatch
 
 
 class PPOPhase(Phase):
@@ -74,7 +76,12 @@ class PPOPhase(Phase):
         mask = rollout.labels != IGNORE
         found = rollout_statistics(rewards, batch["old_logprobs"], mask, scores)
         found |= {"objective/kl_coef": self.controller.value, **_environment(raw)}
+        found |= mismatch(batch["old_logprobs"], rollout.rollout_logprobs, rollout.labels)
         found |= self._optimize(rollout, batch, index)
+        if self.trace is not None:
+            rows = torch.arange(len(scores), device=scores.device)
+            numbers = {**batch, "rows": rows, "rewards": raw}
+            self.trace.add_samples(self.policy, rollout, numbers, partial(self._logprobs, None))
         self.controller.update(found["objective/kl"], len(scores))
         now = time.perf_counter()
         found |= {
@@ -102,7 +109,7 @@ class PPOPhase(Phase):
         """Makes the batch that every update of this rollout learns from."""
         cfg, labels = self.config, rollout.labels
         mask = labels != IGNORE
-        old, reference = self._logprobs(None, rollout), self._logprobs(self.reference, rollout)
+        old, reference = (self._logprobs(weights, rollout.tokens, labels) for weights in (None, self.reference))
         batch = {"shifted_labels": labels, "old_logprobs": old, "values": self.models.values(rollout.tokens)}
         if cfg.loss.use_kl_loss:
             batch["ref_logprobs"] = reference
@@ -119,11 +126,11 @@ class PPOPhase(Phase):
         batch["returns"] = gather_rows(returns)
         return batch, rewards
 
-    def _logprobs(self, weights: dict[str, Tensor] | None, rollout: Rollout) -> Tensor:
+    def _logprobs(self, weights: dict[str, Tensor] | None, tokens: TokenBatch, labels: Tensor) -> Tensor:
         """Returns log-probs by the policy, or by other weights in its place."""
         size, temperature = self.config.micro_batch_size, self.config.rollout.temperature
         with self.policy.whole(weights) as policy:
-            return label_logprobs(policy, rollout.tokens, rollout.labels, size, temperature)
+            return label_logprobs(policy, tokens, labels, size, temperature)
 
     def _optimize(self, rollout: Rollout, batch: Batch, index: int) -> dict[str, float]:
         """Makes every update of one rollout, until it has moved far enough."""
@@ -133,7 +140,7 @@ class PPOPhase(Phase):
         for epoch in range(self.config.epochs):
             order = _permutation(len(rollout.labels), f"{self._seed} {index} {epoch}").to(rollout.labels.device)
             for rows in order.chunk(self.config.updates_per_epoch):
-                metrics = over_ranks(self.models.accumulate(rollout.tokens, batch, rows))
+                metrics = over_ranks(self.models.accumulate(rollout.tokens, batch, rows, self.trace))
                 parts.append(metrics)
                 if _too_far(metrics, self.config.target_kl):
                     counts["early_stops"] = 1.0

@@ -18,6 +18,7 @@ from rlloss.training.phase import Batch, accumulate, adapted, build_counted, tak
 from rlloss.training.ppo_config import PPOConfig
 from rlloss.training.ranks import gather_rows, micro_batches
 from rlloss.training.sharding import blocks_of, shard
+from rlloss.training.trace import Trace
 
 
 class ValueReader:
@@ -93,17 +94,19 @@ class ActorCritic:
             parts += [found] if counts else []
         return gather_rows(torch.cat(parts))
 
-    def accumulate(self, tokens: TokenBatch, batch: Batch, rows: Tensor) -> dict[str, Metric]:
+    def accumulate(
+        self, tokens: TokenBatch, batch: Batch, rows: Tensor, trace: Trace | None = None
+    ) -> dict[str, Metric]:
         """Runs forward and backward over the micro-batches of one minibatch; returns this rank's metrics."""
         micro = micro_batches(rows, self.config.micro_batch_size)
         data = [(take_rows(batch, block), counts) for block, counts in micro]
         parts = [tokens.rows(block) for block, _ in micro]
         if self.critic is None:
             assert self.joint_loss is not None
-            return self._accumulate_joint(self.joint_loss, data, parts)
+            return self._accumulate_joint(self.joint_loss, data, parts, trace)
         actors = PPOLossContext.build_batches([build_counted(self.actor_loss, *part) for part in data])
         critics = ValueLossContext.build_batches([build_counted(self.critic_loss, *part) for part in data])
-        found = accumulate(self.policy.network, actors, parts)
+        found = accumulate(self.policy.network, actors, parts, trace)
         return {**accumulate(self.critic, critics, parts), **found}
 
     def apply_gradients(self, step: int, steps: int) -> dict[str, float]:
@@ -143,13 +146,18 @@ class ActorCritic:
                 parameter.grad.copy_(all_reduce_sum(parameter.grad) / world_size())
 
     def _accumulate_joint(
-        self, config: ActorCriticLossConfig, data: list[tuple[Batch, bool]], parts: list[TokenBatch]
+        self,
+        config: ActorCriticLossConfig,
+        data: list[tuple[Batch, bool]],
+        parts: list[TokenBatch],
+        trace: Trace | None,
     ) -> dict[str, Metric]:
         contexts: list[BaseLossContext] = [
             ActorCriticLossContext(config, build_counted(config, *part).loss_kwargs) for part in data
         ]
         head = {"value_weight": self.head.weight, "value_bias": self.head.bias}
-        return accumulate(self.policy.network, ActorCriticLossContext.build_batches(contexts), parts, **head)
+        contexts = ActorCriticLossContext.build_batches(contexts)
+        return accumulate(self.policy.network, contexts, parts, trace, **head)
 
 
 def _own_critic(policy: Policy, head: nn.Linear) -> Critic:

@@ -26,9 +26,10 @@ from rlloss.training.rollout import greedy
 from rlloss.training.sharding import distributed_policy
 from rlloss.training.supervised import SupervisedPhase
 from rlloss.training.tasks import FULL_SCORE, Task
+from rlloss.training.trace import Trace
 
 REPORT_FILE = "report.json"
-FREE_TO_CHANGE = ("checkpoint", "evaluation", "device")
+FREE_TO_CHANGE = ("checkpoint", "evaluation", "device", "logging")
 """Sections of the config that may differ when a run resumes."""
 
 
@@ -100,7 +101,7 @@ class Run:
     def _log(self) -> RunLog:
         if not is_main():
             return NoLog()
-        log = RunLog(self.output, self.console, self.report.step)
+        log = RunLog(self.output, self.console, self.report.step, self.config.logging)
         (self.output / "config.json").write_text(json.dumps(self._config(), indent=2))
         return log
 
@@ -145,6 +146,7 @@ class Run:
         for index in range(done, phase.steps):
             if phase.enough():  # a run that resumes right after its last step
                 break
+            phase.trace = self._trace(index, index + 1 == phase.steps)
             metrics = phase.step(index)
             stopping = on_any_rank(stop.requested)
             last = index + 1 == phase.steps or phase.enough()
@@ -153,6 +155,7 @@ class Run:
             self.report.step += 1
             self.report.seconds[phase.name] = seconds + time.perf_counter()
             log.write(self.report.step, phase.name, metrics)
+            log.write_trace(self.report.step, phase.name, phase.trace)
             if last:
                 self.report.heldout[phase.name] = metrics["heldout_exact"]
             if last or stopping or (index + 1) % self.config.checkpoint.every == 0:
@@ -161,6 +164,13 @@ class Run:
                 return False
         log.say(f"{phase.title}: held-out exact match {self.report.heldout[phase.name]:.3f}")
         return not on_any_rank(stop.requested)
+
+    def _trace(self, index: int, last: bool) -> Trace | None:
+        """What a step is to leave behind for the report."""
+        cfg = self.config.logging
+        counted = cfg.histograms_every and index % cfg.histograms_every == 0
+        sampled = cfg.samples_every and (last or index % cfg.samples_every == 0)
+        return Trace(cfg.samples if sampled else 0) if counted or sampled else None
 
     def _record(self, log: RunLog, name: str, metrics: dict[str, float]) -> None:
         self.report.heldout[name] = metrics["heldout_exact"]
