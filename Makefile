@@ -16,7 +16,7 @@ endif
 
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup
 
-.PHONY: help train test test-all lint bench gpu mutants
+.PHONY: help train test test-all lint bench gpu mutants versions
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,3 +51,6 @@ gpu: $(READY)  ## what only a CUDA device can show, in at most five minutes
 
 mutants: $(READY)  ## break the formulas one by one; every break must turn a test red
 	$(PY) -m tests.mutants
+
+versions:  ## the oldest and the newest torch, pydantic and Liger, each in an environment of its own; downloads several GB
+	$(PYTHON3) -m tests.versions $(if $(ONLY),--only $(ONLY))

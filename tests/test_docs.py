@@ -30,11 +30,45 @@ def _forget_registered_losses():
         unregister_policy_loss(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_of_a_page_runs_from_top_to_bottom(page):
+def blocks_of(page: Path, peer: str = "") -> list[str]:
+    """The Python of a page, of one peer or of none."""
+    found = re.findall(r"^```python(?: needs=(\w+))?\n(.*?)^```", page.read_text(), re.S | re.M)
+    return [block for needs, block in found if needs == peer]
+
+
+def run(page: Path, blocks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs blocks in one namespace; a line `print(...)  # text` has to print that text."""
     names: dict[str, object] = {}
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)):
+    for number, block in enumerate(blocks):
+        capsys.readouterr()
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        expected = re.findall(r"^print\(.*\)  # (.+)$", block, re.M)
+        if expected:
+            assert capsys.readouterr().out.splitlines() == expected
+
+
+PEERS = [(page, peer) for page in PAGES for peer in sorted(set(re.findall(r"needs=(\w+)$", page.read_text(), re.M)))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_of_a_page_runs_from_top_to_bottom(page, capsys):
+    run(page, blocks_of(page), capsys)
+
+
+@pytest.mark.parametrize(("page", "peer"), PEERS, ids=[f"{page.name}-{peer}" for page, peer in PEERS])
+def test_python_of_a_page_runs_beside_the_real_peer(page, peer, capsys, tmp_path, monkeypatch):
+    try:
+        importlib.import_module(peer)
+    except ImportError:
+        pytest.skip(f"{peer} is not installed")
+    monkeypatch.chdir(tmp_path)
+    run(page, blocks_of(page, peer), capsys)
+
+
+def test_every_block_of_python_is_run():
+    for page in PAGES:
+        fences = re.findall(r"^```python.*$", page.read_text(), re.M)
+        assert len(fences) == len(blocks_of(page)) + sum(len(blocks_of(page, peer)) for _, peer in PEERS if _ == page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
