@@ -11,7 +11,6 @@ from batches import assert_same, run_step
 from ranks.losses import LOSSES, make, step_of_all
 from ranks.mesh_step import MESHES, Case, join, run_parts
 from ranks.pool import Ranks
-from rlloss import MixedLossConfig
 
 STEP = step_of_all()
 Way = tuple[str, str, int]
@@ -25,8 +24,8 @@ def case_of(name: str, mesh: tuple[int, int, int] = (1, 1, 1), way: Way = ("eage
     """A loss on a mesh; in some ways log-probs are set after build, as this rank's part."""
     loss, (mode, layout, parts) = LOSSES[name], way
     config = make(name, mode=mode, chunk_size=5)
-    late = LATE if (parts + (mode == "chunk")) % 2 == 0 and not isinstance(config, MixedLossConfig) else ()
-    late = tuple(key for key in late if key in loss.keys)
+    settable = config._loss_kwargs_cls.model_fields if (parts + (mode == "chunk")) % 2 == 0 else ()
+    late = tuple(key for key in LATE if key in loss.keys and key in settable)
     return Case(config, STEP, mesh, parts, layout, loss.keys, late, loss.per_sequence, loss.constants)
 
 
