@@ -21,7 +21,7 @@ class LMHead(nn.Linear):
 
     Args:
         in_features: Hidden size H.
-        out_features: Vocabulary V; with a `vocab_mesh` the words of this rank, or V where the weight is made a `DTensor`.
+        out_features: Vocabulary V; with a `vocab_mesh` the words of this rank (V where the weight becomes a `DTensor`).
         bias: Whether there is one.
         device: Of the weight.
         dtype: Of the weight.
