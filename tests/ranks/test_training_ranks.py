@@ -88,6 +88,13 @@ def test_one_process_that_is_killed_resumes_bit_for_bit(
     assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
 
 
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, ranks: Ranks) -> None:
+    for said, total in ranks.run(training_runs.full_disk, str(tmp_path), limit=30):
+        assert re.search(r"step 2 cannot be written(.|\n)*rank 1: (.|\n)*File too large(.|\n)*--resume", said), said
+        assert total == 4.0
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
 @pytest.mark.parametrize("backbone", ["own", "shared"])
 def test_ppo_over_ranks_is_the_run_of_one(tmp_path: Path, ranks: Ranks, backbone: str) -> None:
     """Whitening, advantages, running moments and the adaptive penalty count every row once: also in the log."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from rlloss.errors import RLLossError
 from rlloss.training import checkpoint, logging
 from rlloss.training.config import GRPOConfig, OptimizerConfig, RolloutConfig
 from rlloss.training.phase import Phase
@@ -106,3 +110,23 @@ def train_until(folder: str, steps: int, rank: int, place: tuple[str, int]) -> N
     Phase.apply_gradients = stepping  # type: ignore[method-assign]
     checkpoint._Writer = Writer  # type: ignore[misc]
     train(folder, steps)
+
+
+def full_disk(folder: str) -> tuple[str, float]:
+    """Saves twice, the second time where rank 1 may write 20 kB only; what was said, and what is read afterwards."""
+    checkpoints = checkpoint.Checkpoints(Path(folder), keep=1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first, large = (distribute_tensor(torch.ones(size), mesh, [Shard(0)]) for size in (4, 60_000))
+    checkpoints.save(1, {"value": first}, {})
+    before, said = resource.getrlimit(resource.RLIMIT_FSIZE), ""
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        checkpoints.save(2, {"value": large}, {})
+    except RLLossError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = torch.zeros_like(first)
+    checkpoints.load({"value": found})
+    return said, float(found.full_tensor().sum())

@@ -13,7 +13,7 @@ from rlloss.functional.advantages import grpo_advantages
 from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
 from rlloss.training.config import OptimizerConfig, RolloutConfig, TaskConfig
 from rlloss.training.model import Policy, load_policy
-from rlloss.training.optimizer import learning_rate
+from rlloss.training.optimizer import learning_rate, make_optimizer, optimizer_tensors
 from rlloss.training.phase import label_logprobs
 from rlloss.training.rollout import IGNORE, greedy, prompt_seed, sample
 from rlloss.training.supervised import supervised_batch
@@ -145,6 +145,29 @@ def test_learning_rate_rises_and_falls() -> None:
     assert max(rates) == max(rates[3:6]) <= 1.0
     assert rates[-1] == pytest.approx(0.25)
     assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+def test_an_optimiser_starts_with_the_state_that_adamw_makes() -> None:
+    """A checkpoint fills it in place, before the first step."""
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1)
+    mine = make_optimizer(ours, config)
+    plain = torch.optim.AdamW(
+        [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=config.betas,
+    )
+    for model, optimizer in ((ours, mine), (theirs, plain)):
+        model(torch.ones(3)).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    expected = {f"optimizer.weight.{name}": value for name, value in plain.state[theirs.weight].items()}
+    expected |= {f"optimizer.bias.{name}": value for name, value in plain.state[theirs.bias].items()}
+    found = optimizer_tensors(mine)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_advantages_by_hand() -> None:
