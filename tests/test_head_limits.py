@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from rlloss import CELossConfig, GRPOLossConfig, LogProbConfig, Totals
+import steps
+from rlloss import CELossConfig, DistillLossConfig, GRPOLossConfig, LogProbConfig, Totals
 
 IGNORED = -100
 
@@ -267,3 +269,58 @@ def test_e26_per_token_log_probs_have_their_shape() -> None:
     found = config.build({"shifted_labels": labels}).forward(hidden, weight).loss
     assert found.shape == labels.shape
     assert found[0, 2] == 0.0
+
+
+# Liger mode refuses -inf by name.
+WAYS = [(way, far) for way in (*steps.HEADS, "chunk with entropy") for far in (-2e4, -torch.inf)]
+WAYS.remove(("liger", -torch.inf))
+
+
+@pytest.mark.parametrize(("way", "far"), WAYS)
+def test_a_label_of_probability_zero_is_one_number_in_every_mode(way: str, far: float) -> None:
+    """`log p` ends at -1e4; its gradient is that of log-softmax, `1[j = y] - p_j`, in every mode and chunk size."""
+    head = steps.HEADS.get(way, {"mode": "chunk", "chunk_size": 2, "entropy_metric": True})
+    hidden = torch.tensor([[[1.0, 0.5], [-0.3, 2.0], [0.2, -1.0]]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[0.3, -0.2], [1.1, 0.4], [-0.5, 0.9], [0.7, 0.1]], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.0, far, 0.4, -0.1], dtype=torch.float64, requires_grad=True)
+    words = [1, 2, 1]
+    config = CELossConfig(loss_reduction="sum", **head)
+    ready = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": torch.tensor([words])})])[0]
+    loss = ready.forward(hidden, weight, bias).loss
+    found = torch.autograd.grad(loss, (hidden, weight, bias))
+    expected, tolerance = 0.0, 1e-12 if head["mode"] != "liger" else 1e-5
+    slopes = torch.zeros(3, 4, dtype=torch.float64)
+    for row, word in enumerate(words):
+        logits = [
+            sum(float(hidden[0, row, k]) * float(weight[j, k]) for k in range(2)) + float(bias[j]) for j in range(4)
+        ]
+        total = math.fsum(math.exp(z) for z in logits)
+        expected -= max(logits[word] - math.log(total), -1e4)
+        for j in range(4):
+            slopes[row, j] = math.exp(logits[j]) / total - (j == word)
+    assert float(loss) == pytest.approx(expected, rel=tolerance)
+    plain = hidden.detach()[0], weight.detach()
+    for mine, theirs in zip(found, (slopes @ plain[1], slopes.T @ plain[0], slopes.sum(0)), strict=True):
+        torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 1024])
+def test_other_words_of_probability_zero_are_one_number_in_both_modes(chunk_size: int) -> None:
+    make = torch.Generator().manual_seed(4)
+    hidden, weight = torch.randn(1, 3, 2, generator=make).double(), torch.randn(5, 2, generator=make).double()
+    bias = torch.tensor([0.0, -torch.inf, 0.4, -2e4, 0.2], dtype=torch.float64)
+    ids = torch.tensor([[[1, 0], [3, 1], [2, 2]]])
+    data = {"shifted_labels": torch.tensor([[0, 2, 4]]), "teacher_topk_ids": ids}
+    data["teacher_topk_logprobs"] = torch.full((1, 3, 2), -1.5)
+    found = []
+    for mode in ("eager", "chunk"):
+        leaves = [part.clone().requires_grad_() for part in (hidden, weight, bias)]
+        config = DistillLossConfig(mode=mode, chunk_size=chunk_size, loss_reduction="sum", clamp_negative=False)
+        loss = config.loss_ctx_cls.build_batches([config.build(data)])[0].forward(*leaves).loss
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for eager, chunk in zip(*found, strict=True):
+        torch.testing.assert_close(chunk, eager, rtol=1e-12, atol=1e-12)
+    mass = math.exp(-1.5)
+    logits = (hidden[0] @ weight.T + bias).log_softmax(-1)
+    chosen = torch.stack([logits[row, ids[0, row]] for row in range(3)]).clamp(min=-1e4)
+    assert float(found[0][0]) == pytest.approx(float((mass * (-1.5 - chosen)).sum()), rel=1e-12)

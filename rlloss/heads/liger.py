@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlloss.errors import BackendUnavailableError, ConfigError
 from rlloss.heads.inputs import HeadInputs, HeadOptions, TokenStats
+from rlloss.heads.logits import floored
 
 
 def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
@@ -51,7 +52,7 @@ def liger_stats(inputs: HeadInputs, options: HeadOptions) -> TokenStats:
             hidden[None], weight, inputs.labels[None], bias=bias, temperature=float(temperature)
         )
         log_prob = _RefuseDoubleBackward.apply(log_prob)  # type: ignore[no-untyped-call]
-    return TokenStats(log_prob.reshape(-1), None, inputs.layout.segments, inputs.labels)
+    return TokenStats(floored(log_prob.reshape(-1)), None, inputs.layout.segments, inputs.labels)
 
 
 def liger_cross_entropy(inputs: HeadInputs) -> Tensor | None:

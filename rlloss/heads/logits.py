@@ -1,10 +1,31 @@
 """From logits to log-probs and entropy with plain autograd, the readable reference."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 LOG_FLOOR = -1e4
-"""Logits this far below the maximum count as this far: `0 * -inf` never arises, and `exp` of it is 0 anyway."""
+"""Log-probs end here, those of words of probability 0 included; their gradient stays that of log-softmax. In sums over
+words, logits this far below the maximum count as this far: `0 * -inf` never arises, and `exp` of it is 0 anyway."""
+
+
+class _Floor(torch.autograd.Function):
+    """`max(values, LOG_FLOOR)` with the gradient of `values`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clamp(min=LOG_FLOOR)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def floored(log_probs: Tensor) -> Tensor:
+    """Returns log-probs no lower than `LOG_FLOOR`, with their own gradient."""
+    found: Tensor = _Floor.apply(log_probs)  # type: ignore[no-untyped-call]
+    return found
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -21,8 +42,8 @@ def log_probs_of(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns log-probs of the labels, entropies, and log-probs of more words.
 
-    `log_prob = q_y - log sum exp q` and `H = log sum exp q - sum p q` with `q = logits - max`, bounded below so that
-    words of probability 0 add nothing to value or gradient.
+    `log_prob = max(q_y - log sum exp q, LOG_FLOOR)` and `H = log sum exp q - sum p q` with `q = logits - max`, bounded
+    below in sums so that words of probability 0 add nothing to value or gradient.
 
     Args:
         logits: `[N, V]`, float32 or float64.
@@ -33,12 +54,12 @@ def log_probs_of(
     Returns:
         `[N]`, `[N]` or `None`, `[N, K]` or `None`, nats.
     """
-    shifted = logits - logits.detach().amax(dim=-1, keepdim=True)
+    whole = logits - logits.detach().amax(dim=-1, keepdim=True)
     # Unlike clamp, this leaves the gradient of a NaN a NaN.
-    shifted = shifted.masked_fill(shifted < LOG_FLOOR, LOG_FLOOR)
+    shifted = whole.masked_fill(whole < LOG_FLOOR, LOG_FLOOR)
     log_sum = torch.logsumexp(shifted, dim=-1)
-    log_prob = shifted.gather(-1, labels[:, None]).squeeze(-1) - log_sum
-    extra = None if extra_ids is None else shifted.gather(-1, extra_ids) - log_sum[:, None]
+    log_prob = floored(whole.gather(-1, labels[:, None]).squeeze(-1) - log_sum)
+    extra = None if extra_ids is None else floored(whole.gather(-1, extra_ids) - log_sum[:, None])
     if not with_entropy:
         return log_prob, None, extra
     return log_prob, log_sum - ((shifted - log_sum[:, None]).exp() * shifted).sum(dim=-1), extra

@@ -42,7 +42,7 @@ class RowStats:
     @property
     def extra_log_prob(self) -> Tensor | None:
         """Log-probs of the K more words, `[C, K]`, nats."""
-        return None if self.q_extra is None else self.q_extra - self.log_total[:, None]
+        return None if self.q_extra is None else (self.q_extra - self.log_total[:, None]).clamp(min=LOG_FLOOR)
 
     def pick(self, rows: Tensor) -> "RowStats":
         """Returns the numbers of some of the rows."""
@@ -163,16 +163,18 @@ def row_stats(
         label_logit: `[C]`, logit of the label.
         extra_logits: `[C, K]`, logits of more words, or `None`.
     """
-    q_label = (label_logit - shift).clamp(min=LOG_FLOOR)
-    q_extra = None if extra_logits is None else (extra_logits - shift[:, None]).clamp(min=LOG_FLOOR)
+    distance = label_logit - shift
+    q_label = distance.clamp(min=LOG_FLOOR)
+    q_extra = None if extra_logits is None else extra_logits - shift[:, None]
     label_part = q_label.exp()
     total = rest + label_part
     # r / E_y is what an almost certain label leaves to the other words, also where E_y itself overflows.
     ratio = rest / label_part
     log_total = torch.where(q_label >= 0, q_label + torch.log1p(ratio), torch.log(total))
+    # The shift may be any number near the maximum, so the floor belongs to the log-prob, not to q.
     # log p = -log(1 + r / E_y) has all its digits, from nearly certain labels to the rarest that E_y can hold.
     rare = label_part < torch.finfo(total.dtype).tiny
-    log_prob = torch.where(rare, q_label - log_total, -torch.log1p(ratio))
+    log_prob = torch.where(rare, distance - log_total, -torch.log1p(ratio)).clamp(min=LOG_FLOOR)
     entropy = None
     if weighted is not None:
         certain = torch.log1p(ratio) + (q_label * ratio - weighted / label_part) / (1.0 + ratio)

@@ -23,7 +23,7 @@ from rlloss.distributed import (
     world_size,
 )
 from rlloss.errors import BatchError, ConfigError
-from rlloss.heads.logits import LOG_FLOOR
+from rlloss.heads.logits import LOG_FLOOR, floored
 
 Vocabulary = tuple[Group, DeviceMesh | None]
 """Group and mesh of the ranks that a vocabulary is cut over, as a user gives them."""
@@ -78,11 +78,11 @@ class VocabShard:
         self, logits: Tensor, labels: Tensor, with_entropy: bool, extra_ids: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`rlloss.heads.logits.log_probs_of` on the logits `[N, size]` of this rank, with plain autograd."""
-        shifted = logits - all_reduce_max(logits.detach().amax(dim=-1), self.group)[:, None]
-        shifted = shifted.masked_fill(shifted < LOG_FLOOR, LOG_FLOOR)
+        whole = logits - all_reduce_max(logits.detach().amax(dim=-1), self.group)[:, None]
+        shifted = whole.masked_fill(whole < LOG_FLOOR, LOG_FLOOR)
         log_sum = replicated_sum(shifted.exp().sum(dim=-1), self.group).log()
-        log_prob = self._pick(shifted, labels[:, None]).squeeze(-1) - log_sum
-        extra = None if extra_ids is None else self._pick(shifted, extra_ids) - log_sum[:, None]
+        log_prob = floored(self._pick(whole, labels[:, None]).squeeze(-1) - log_sum)
+        extra = None if extra_ids is None else floored(self._pick(whole, extra_ids) - log_sum[:, None])
         if not with_entropy:
             return log_prob, None, extra
         # Every rank uses the whole sum for words of its own, so that its gradient is a sum over ranks.
