@@ -136,6 +136,7 @@ class TokenLayout:
 
     def take(self, values: Tensor) -> Tensor:
         """Picks the tokens that count: `[B, T, ...]` -> `[N, ...]`, differentiable."""
+        values = normal(values)
         flat = values.reshape(-1, *values.shape[2:])
         return flat if self.index is None else flat.index_select(0, self.index)
 
@@ -145,6 +146,11 @@ class TokenLayout:
             return values.reshape(self.shape)
         rows, columns = self.shape
         return values.new_full((rows * columns,), fill).index_copy(0, self.index, values).reshape(self.shape)
+
+
+def normal(values: Tensor) -> Tensor:
+    """Returns a tensor that autograd may keep: a copy of an inference tensor, any other as it is."""
+    return values.clone() if values.is_inference() and not torch.is_inference_mode_enabled() else values
 
 
 def exchange_sizes(parts: Sequence[tuple[Segments, Sequence[Tensor]]]) -> list[tuple[Segments, list[Tensor]]]:

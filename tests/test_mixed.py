@@ -223,3 +223,50 @@ def test_a_token_that_a_part_drops_leaves_that_part_only(head: dict[str, Any]) -
     torch.testing.assert_close(found.weight_grad, alone[0].weight_grad + alone[1].weight_grad, rtol=0, atol=1e-9)
     assert (found.extra["rl/dropped_tokens"], found.extra["sft/dropped_tokens"]) == (2.0, 0.0)
     assert found.extra["tokens"] == alone[0].extra["tokens"] + alone[1].extra["tokens"]
+
+
+def test_part_ids_set_after_build_cut_the_parts_anew() -> None:
+    config = MixedLossConfig(parts={"rl": GRPOLossConfig(on_policy=True), "sft": CELossConfig()})
+    batch, hidden = batch_of([s for s in SEQUENCES if s["part"] == 0], ("advantages",))
+    batch["part_ids"] = torch.tensor([0, 1])
+    other = torch.tensor([1, 0])
+    (fresh,) = config.loss_ctx_cls.build_batches([config.build(batch | {"part_ids": other})])
+    (late,) = [config.build(batch)]
+    late.loss_kwargs.part_ids = other
+    config.loss_ctx_cls.build_batches([late])
+    assert float(late.forward(hidden, weight()).loss) == float(fresh.forward(hidden, weight()).loss)
+    assert float(late.parts["sft"].loss_kwargs.global_grad_tokens) == 2.0
+    late.loss_kwargs.part_ids = batch["part_ids"]
+    with pytest.raises(BatchError, match="Call build_batches after setting them"):
+        late.forward(hidden, weight())
+    late.loss_kwargs.part_ids = torch.tensor([0, 2])
+    with pytest.raises(BatchError, match="between -1 and 1"):
+        config.loss_ctx_cls.build_batches([late])
+    late.loss_kwargs.part_ids = torch.tensor([0, 1, 1])
+    with pytest.raises(BatchError, match="part_ids has shape"):
+        config.loss_ctx_cls.build_batches([late])
+
+
+def test_a_mixed_batch_is_checked_as_any_other() -> None:
+    config = MixedLossConfig(parts=PARTS)
+    batch, hidden = batch_of(SEQUENCES)
+    lengths = batch.pop("num_tokens")
+    batch["part_ids"] = torch.tensor([s["part"] for s in SEQUENCES]).repeat_interleave(torch.tensor(lengths))[None]
+    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    (context,) = config.loss_ctx_cls.build_batches([config.build(batch)], cu_seq_lens_list=[offsets])
+    assert float(context.forward(hidden, weight()).loss) == pytest.approx(run(config, [SEQUENCES]).loss, abs=1e-12)
+    with pytest.raises(BatchError, match="2 entries for 1 contexts"):
+        config.loss_ctx_cls.build_batches([context], cu_seq_lens_list=[offsets, offsets])
+    other = MixedLossConfig(parts=PARTS, coefs={"rl": 2.0})
+    with pytest.raises(BatchError, match="different loss configs"):
+        config.loss_ctx_cls.build_batches([context, other.build(batch)])
+
+
+def test_the_ranks_of_totals_hold_for_all_parts() -> None:
+    config = MixedLossConfig(parts={"a": CELossConfig(), "b": CELossConfig()}, reduce_loss=False)
+    sequences = [s | {"part": index % 2} for index, s in enumerate(SEQUENCES)]
+    plain = run(config, [sequences])
+    for totals in ({"a": Totals(world=2)}, {"b": Totals(world=2)}):
+        assert run(config, [sequences], totals=totals).loss == pytest.approx(2 * plain.loss)
+    with pytest.raises(BatchError, match="differ in world"):
+        run(config, [sequences], totals={"a": Totals(world=2), "b": Totals(world=3)})

@@ -12,6 +12,8 @@ from rlloss import (
     CELossConfig,
     DistillLossConfig,
     GRPOLossConfig,
+    LogProbConfig,
+    RolloutImportanceSampling,
     ValueLossConfig,
 )
 from rlloss.errors import BatchError
@@ -212,3 +214,64 @@ def test_values_of_an_engine_have_the_shape_of_the_labels(shape: tuple[int, ...]
         calibrated(context_of("value")).forward_values(torch.ones(shape))
     with pytest.raises(BatchError, match="values"):
         calibrated(context_of("actor_critic")).forward_log_probs(log_probs(HIDDEN), values=torch.ones(shape))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("inf")])
+def test_a_temperature_that_cannot_divide_is_refused_whenever_it_is_set(value: float) -> None:
+    labels = torch.tensor([[1, 2, -100]])
+    good, bad = torch.tensor([[1.0, 0.5, -1.0]]), torch.tensor([[1.0, value, 1.0]])
+    hidden, weight = torch.ones(1, 3, 2), torch.ones(4, 2)
+    for config in (CELossConfig(), LogProbConfig()):
+        with pytest.raises(BatchError, match="temperature is not a finite number above 0 at 1 tokens"):
+            config.build({"shifted_labels": labels, "temperature": bad})
+        (context,) = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": labels, "temperature": good})])
+        context.forward(hidden, weight)
+        context.loss_kwargs.temperature = bad
+        with pytest.raises(BatchError, match="temperature"):
+            config.loss_ctx_cls.build_batches([context])
+        with pytest.raises(BatchError, match="temperature"):
+            context.forward(hidden, weight)
+        context.loss_kwargs.temperature = torch.ones(1, 2)
+        with pytest.raises(BatchError, match="temperature has shape"):
+            context.forward(hidden, weight)
+
+
+def test_a_late_temperature_of_each_row_is_spread() -> None:
+    labels = torch.tensor([[1, 2], [0, 3]])
+    hidden, weight = torch.randn(2, 2, 3).double(), torch.randn(4, 3).double()
+    context = LogProbConfig().build({"shifted_labels": labels})
+    context.loss_kwargs.temperature = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    found = context.forward(hidden, weight).loss
+    logits = (hidden @ weight.T) / torch.tensor([0.5, 2.0], dtype=torch.float64)[:, None, None]
+    expected = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunk", "liger"])
+def test_tensors_of_inference_mode_of_which_all_tokens_count(mode: str) -> None:
+    hidden, weight = torch.randn(1, 3, 2, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    with torch.inference_mode():
+        batch = {"shifted_labels": torch.tensor([[1, 2, 0]]), "advantages": torch.ones(1, 3)}
+        batch["old_logprobs"] = -torch.ones(1, 3)
+    config = GRPOLossConfig(mode=mode)
+    losses = []
+    for data in (batch, {name: value.clone() for name, value in batch.items()}):
+        (context,) = config.loss_ctx_cls.build_batches([config.build(data)])
+        loss = context.forward(hidden, weight).loss
+        losses.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight))])
+    for one, other in zip(*losses, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_rollout_outcome_sees_changes_in_inference_tensors() -> None:
+    with torch.inference_mode():
+        rollout = torch.full((1, 2), -1.0)
+    batch = {"shifted_labels": torch.tensor([[0, 0]]), "advantages": torch.ones(1, 2), "num_tokens": [2]}
+    batch |= {"old_logprobs": torch.full((1, 2), -1.0), "rollout_logprobs": rollout}
+    config = GRPOLossConfig(rollout_is=RolloutImportanceSampling.tis(10.0))
+    (context,) = config.loss_ctx_cls.build_batches([config.build(batch)])
+    assert context.loss_kwargs.is_weights.tolist() == [[1.0, 1.0]]
+    with torch.inference_mode():
+        rollout.sub_(1.0)
+    config.loss_ctx_cls.build_batches([context])
+    assert context.loss_kwargs.is_weights.tolist() == [[pytest.approx(2.718281828, rel=1e-6)] * 2]

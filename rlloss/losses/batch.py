@@ -164,38 +164,47 @@ class LabelFacts:
     count: int
 
 
-def read_labels(labels: Tensor, ignore_idx: int, cu_seq_lens: Tensor | None, shard: Shard | None = None) -> LabelFacts:
-    """Reads range and count of the labels, and checks the offsets, in one host synchronisation.
+def read_labels(loss_kwargs: BaseLossKwargs, ignore_idx: int) -> LabelFacts:
+    """Reads range and count of the labels, and checks offsets and temperature, in one host synchronisation.
 
     Args:
-        labels: `[B, T]`, under sequence parallelism this rank's part.
+        loss_kwargs: Labels, offsets and temperature; under sequence parallelism this rank's part of the rows.
         ignore_idx: Label of tokens that do not count.
-        cu_seq_lens: Offsets of the whole row, or None.
-        shard: Which part of the rows the labels are.
 
     Raises:
-        BatchError: A label is negative and not ignored, or the offsets do not describe the row.
+        BatchError: A label is negative and not ignored, the offsets do not describe the row, or a temperature is not
+            above 0 at a token that counts.
     """
-    counted = labels != ignore_idx
+    labels, cu_seq_lens, shard = loss_kwargs.shifted_labels, loss_kwargs.cu_seq_lens, loss_kwargs.shard
+    counted, temperature = labels != ignore_idx, loss_kwargs.temperature
     big = torch.iinfo(torch.int64).max
     wide = labels.long()
     facts = [
         torch.where(counted, wide, big).amin() if labels.numel() else wide.new_tensor(big),
         torch.where(counted, wide, -big).amax() if labels.numel() else wide.new_tensor(-big),
         counted.sum(),
+        # NaN is not refused: it stays visible in the loss.
+        torch.zeros_like(counted).sum()
+        if temperature is None
+        else (counted & ((temperature <= 0) | torch.isinf(temperature))).sum(),
     ]
     if cu_seq_lens is not None:
         steps = cu_seq_lens[1:] - cu_seq_lens[:-1]
         first = 0 if shard is None else shard.start
         beyond = torch.arange(first, first + labels.shape[1], device=labels.device) >= cu_seq_lens[-1]
         facts += [cu_seq_lens[0], steps.amin(), cu_seq_lens[-1], (counted[0] & beyond).sum()]
-    lowest, highest, count, *offsets = (int(fact) for fact in torch.stack([fact.long() for fact in facts]).tolist())
+    lowest, highest, count, cold, *offsets = (int(fact) for fact in torch.stack([f.long() for f in facts]).tolist())
     if offsets:
         _check_offsets(offsets, labels.shape[1] if shard is None else shard.length)
     if count and lowest < 0:
         raise BatchError(
             f"shifted_labels contains the negative label {lowest}, but ignore_idx is {ignore_idx}. Set ignore_idx to "
             "the value that marks ignored tokens, or replace the label."
+        )
+    if cold:
+        raise BatchError(
+            f"temperature is not a finite number above 0 at {cold} tokens that count. The logits are divided by it; "
+            f"greedy sampling has the temperature 1 here."
         )
     return LabelFacts(lowest, highest, count)
 

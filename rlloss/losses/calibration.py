@@ -47,14 +47,17 @@ def calibrate(
     sp_mesh: DeviceMesh | None,
     group: Group,
     totals: Totals | None,
+    problem: Exception | None = None,
 ) -> list[C]:
-    """Counts over micro-batches and ranks, and assigns the token weights; see `build_batches`."""
+    """Counts over micro-batches and ranks, and assigns the token weights; see `build_batches`.
+
+    A problem is raised on every rank, like one that is found here.
+    """
     totals = totals or Totals()
-    problem: Exception | None = None
     terms: Sequence[Term] = ()
     parts: list[list[_Part]] = []
     try:
-        terms = check_step(contexts, cu_seq_lens_list, sp_mesh, group)
+        terms = () if problem else check_step(contexts, cu_seq_lens_list, sp_mesh, group)
         for term in terms:
             totals.check(term)
     except Exception as error:  # whatever it is: the other ranks must not wait for this one

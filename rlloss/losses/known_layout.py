@@ -2,36 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout, token_layout
-from rlloss.losses.batch import LabelFacts, check_rows, read_labels
+from rlloss.losses.batch import LabelFacts, check_field, check_rows, read_labels
 from rlloss.losses.kwargs import BaseLossKwargs
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A tensor that was read, or None, and how to tell whether it still holds the same numbers."""
-
-    tensor: Tensor | None
-    version: int
-    copy: Tensor | None
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> "_Seen":
-        if tensor is None:
-            return cls(None, 0, None)
-        # An inference tensor does not count its changes: only its numbers tell.
-        return cls(tensor, 0, tensor.clone()) if tensor.is_inference() else cls(tensor, tensor._version, None)
-
-    def is_still(self, tensor: Tensor | None) -> bool:
-        if tensor is not self.tensor:
-            return False
-        if tensor is None:
-            return True
-        return tensor._version == self.version if self.copy is None else torch.equal(tensor, self.copy)
+from rlloss.losses.seen import Seen
 
 
 @dataclass(frozen=True)
@@ -42,13 +17,15 @@ class KnownLayout:
         labels: The labels.
         keep_mask: The tokens that calibration kept, or None.
         offsets: The offsets of packed sequences, or None.
+        temperature: The temperature of each token, or None.
         facts: Range and number of the labels.
         layout: Where the tokens that count stand.
     """
 
-    labels: _Seen
-    keep_mask: _Seen
-    offsets: _Seen
+    labels: Seen
+    keep_mask: Seen
+    offsets: Seen
+    temperature: Seen
     facts: LabelFacts
     layout: TokenLayout
 
@@ -59,8 +36,11 @@ def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout
     Labels and offsets that are inference tensors cost one more each time: they are compared with what was read.
     """
     check_rows(loss_kwargs)
+    check_field(loss_kwargs, "temperature")
     labels, keep, offsets = loss_kwargs.shifted_labels, loss_kwargs.keep_mask, loss_kwargs.cu_seq_lens
+    temperature = loss_kwargs.temperature
     same_rows = known is not None and known.labels.is_still(labels) and known.offsets.is_still(offsets)
+    same_rows = same_rows and known is not None and known.temperature.is_still(temperature)
     if known is not None and same_rows and known.keep_mask.is_still(keep):
         return known
     if loss_kwargs.shard is not None and loss_kwargs.shard.group is None:
@@ -69,11 +49,11 @@ def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout
             "the process that uses it."
         )
     facts = known.facts if known is not None and same_rows else None
-    facts = facts or read_labels(labels, ignore_idx, offsets, loss_kwargs.shard)
+    facts = facts or read_labels(loss_kwargs, ignore_idx)
     mask = labels != ignore_idx
     count = facts.count
     if keep is not None:
         mask = mask & keep
         count = int(mask.sum())
     layout = token_layout(mask, offsets, count, loss_kwargs.shard)
-    return KnownLayout(_Seen.of(labels), _Seen.of(keep), _Seen.of(offsets), facts, layout)
+    return KnownLayout(Seen.of(labels), Seen.of(keep), Seen.of(offsets), Seen.of(temperature), facts, layout)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from rlloss.errors import BatchError
-from rlloss.layout import Shard, TokenLayout
+from rlloss.layout import Shard, TokenLayout, normal
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class BaseLossKwargs(BaseModel):
     def take(self: K, layout: TokenLayout) -> K:
         """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`, without a graph."""
         taken = {
-            name: layout.take(value) if self.is_per_token(name) else value for name, value in self.tensors().items()
+            name: layout.take(value) if self.is_per_token(name) else normal(value)
+            for name, value in self.tensors().items()
         }
         return self.with_tensors({name: value.detach() for name, value in taken.items()})
 

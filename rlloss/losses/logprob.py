@@ -1,5 +1,6 @@
 """Log-probs alone: old and reference log-probs by the same head, so that the first ratio is 1 to rounding."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,9 @@ from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
+from rlloss.losses.step_check import check_step
 from rlloss.losses.token_record import exported
+from rlloss.losses.totals import Totals
 
 
 class LogProbConfig(BaseLossConfig):
@@ -42,9 +45,17 @@ class LogProbContext(BaseLossContext):
     loss_kwargs: LogProbKwargs
 
     @staticmethod
-    def build_batches(loss_ctx_list: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns the contexts: log-probs have no denominator."""
-        for context in loss_ctx_list:
+    def build_batches(
+        loss_ctx_list: list[Any],
+        cu_seq_lens_list: Sequence[Tensor] | None = None,
+        sp_mesh: DeviceMesh | None = None,
+        group: Group = None,
+        totals: Totals | None = None,
+    ) -> list[Any]:
+        """Checks what was set after `build` and returns the contexts: log-probs have no denominator."""
+        for index, context in enumerate(loss_ctx_list):
+            offsets = None if cu_seq_lens_list is None else [cu_seq_lens_list[index]]
+            check_step([context], offsets, sp_mesh, group)
             context._batch_size = len(loss_ctx_list)
         return loss_ctx_list
 

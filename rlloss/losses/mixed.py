@@ -19,10 +19,13 @@ from rlloss.distributed import Group
 from rlloss.errors import BatchError, require_known
 from rlloss.heads import HeadOptions, Objective, TokenStats
 from rlloss.losses.batch import packed_mapping
+from rlloss.losses.calibration import calibrate
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken
-from rlloss.losses.mixed_parts import class_name, config_from_fields, picked, with_shared
+from rlloss.losses.mixed_parts import PartReader, class_name, config_from_fields, picked, with_shared, world_of
+from rlloss.losses.seen import Seen
+from rlloss.losses.step_check import check_step
 from rlloss.losses.terms import LEVELS, Level
 from rlloss.losses.token_record import TokenRecord, joined
 from rlloss.losses.totals import Totals
@@ -116,20 +119,11 @@ class MixedLossConfig(BaseLossConfig):
             BatchError: `part_ids` is missing or names no part, or a part misses what it needs.
         """
         context: Any = super().build(data, sp_mesh)
-        kwargs, packed = context.loss_kwargs, packed_mapping(data)
-        ids, labels = kwargs.part_ids, kwargs.shifted_labels
-        counted = labels != self.ignore_idx
-        if bool((counted & ((ids < -1) | (ids >= len(self.parts)))).any()):
-            raise BatchError(
-                f"part_ids must lie between -1 and {len(self.parts) - 1}, the places of {list(self.parts)}; got "
-                f"{sorted(set(ids[counted].tolist()))}."
-            )
-        for index, (name, part) in enumerate(self.parts.items()):
-            own = part.build(packed, sp_mesh)
-            # After build, which takes whole rows: `labels` and `ids` are this rank's part of them.
-            own.loss_kwargs.shifted_labels = labels.masked_fill(ids != index, self.ignore_idx)
-            context.parts[name] = own
-        kwargs.keep_mask = ids >= 0
+        packed = packed_mapping(data)
+        for name, part in self.parts.items():
+            context.parts[name] = part.build(packed, sp_mesh)
+        context.check()
+        context.loss_kwargs.keep_mask = context.loss_kwargs.part_ids >= 0
         return context  # type: ignore[no-any-return]
 
 
@@ -157,6 +151,35 @@ class MixedLossContext(BaseLossContext):
     def __init__(self, loss_cfg: Any, loss_kwargs: Any) -> None:
         super().__init__(loss_cfg, loss_kwargs)
         self.parts = {}
+        self._cut: tuple[Seen, Seen] | None = None
+
+    def check(self) -> None:
+        """Hook of `build_batches`: gives each part the labels of its own tokens, anew where labels or ids are others.
+
+        Raises:
+            BatchError: `part_ids` names no part.
+        """
+        if self._is_cut():
+            return
+        ids, labels, ignored = self.loss_kwargs.part_ids, self.loss_kwargs.shifted_labels, self.loss_cfg.ignore_idx
+        known = ids[labels != ignored].unique().tolist()
+        if known and not -1 <= known[0] <= known[-1] < len(self.parts):
+            raise BatchError(
+                f"part_ids must lie between -1 and {len(self.parts) - 1} for the parts {list(self.parts)}; got {known}."
+            )
+        for place, part in enumerate(self.parts.values()):
+            part.loss_kwargs.shifted_labels = labels.masked_fill(ids != place, ignored)
+        self._cut = (Seen.of(labels), Seen.of(ids))
+
+    def _is_cut(self) -> bool:
+        """Whether the parts have the labels that labels and ids give them."""
+        labels, ids, ignored = self.loss_kwargs.shifted_labels, self.loss_kwargs.part_ids, self.loss_cfg.ignore_idx
+        if self._cut is not None and self._cut[0].is_still(labels) and self._cut[1].is_still(ids):
+            return True
+        own = [part.loss_kwargs.shifted_labels for part in self.parts.values()]
+        same = all(torch.equal(labels.masked_fill(ids != place, ignored), given) for place, given in enumerate(own))
+        self._cut = (Seen.of(labels), Seen.of(ids)) if same else None
+        return same
 
     @staticmethod
     def build_batches(  # type: ignore[override]
@@ -166,7 +189,7 @@ class MixedLossContext(BaseLossContext):
         group: Group = None,
         totals: Mapping[str, Totals] | None = None,
     ) -> list[C]:
-        """Calibrates every part over all micro-batches and ranks, one collective for each.
+        """Calibrates every part over all micro-batches and ranks: one collective for each part.
 
         Args:
             loss_ctx_list: The contexts of every micro-batch of the step on this rank.
@@ -176,31 +199,29 @@ class MixedLossContext(BaseLossContext):
             totals: Known counts of parts, by name.
 
         Raises:
-            BatchError: The list is empty, or a part lacks what it needs.
+            BatchError: The list is empty, totals do not fit the parts or each other, or a part lacks what it needs; on
+                every rank, if on one.
         """
         if not loss_ctx_list:
             return BaseLossContext.build_batches(loss_ctx_list, group=group)  # an error on every rank
-        if totals is not None and not isinstance(totals, Mapping):
-            raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
-        unknown = set(totals or ()) - set(loss_ctx_list[0].parts if loss_ctx_list else ())
-        if unknown:
-            raise BatchError(f"totals names {sorted(unknown)}, but the parts are {list(loss_ctx_list[0].parts)}.")
-        first = loss_ctx_list[0]
-        for name in first.parts:
-            own = [context.parts[name] for context in loss_ctx_list]
-            type(own[0]).build_batches(own, cu_seq_lens_list, sp_mesh, group, (totals or {}).get(name))
-        for index, context in enumerate(loss_ctx_list):
+        contexts: list[Any] = list(loss_ctx_list)
+        world, problem = world_of(totals, contexts[0].parts), None
+        try:
+            check_step(contexts, cu_seq_lens_list, sp_mesh, group)
+        except Exception as error:  # whatever it is: the other ranks must not wait for this one
+            problem = error
+        for name in contexts[0].parts:
+            own = [context.parts[name] for context in contexts]
+            given = replace((totals or {}).get(name) or Totals(), world=world)
+            calibrate(own, cu_seq_lens_list, sp_mesh, group, given, problem)
+        for context in contexts:
             kwargs = context.loss_kwargs
-            if cu_seq_lens_list is not None:
-                kwargs.cu_seq_lens = cu_seq_lens_list[index].to(kwargs.shifted_labels.device)
             kwargs.keep_mask = kwargs.part_ids >= 0
-            for name, place in zip(context.parts, range(len(context.parts)), strict=True):
-                kept = context.parts[name].loss_kwargs.keep_mask
+            for place, part in enumerate(context.parts.values()):
+                kept = part.loss_kwargs.keep_mask
                 if kept is not None:
                     kwargs.keep_mask = kwargs.keep_mask & (kept | (kwargs.part_ids != place))
-            context._batch_size, context._group = len(loss_ctx_list), group
-            context._world = context.parts[name]._world
-            # The parts have exchanged them: nothing is left to ask the other ranks for in forward.
+            context._batch_size, context._group, context._world = len(contexts), group, world
             sizes = torch.stack([part.layout.segments.sizes for part in context.parts.values()]).sum(dim=0)
             context.know_segments(replace(context.layout.segments, known_sizes=sizes))
         return loss_ctx_list
@@ -209,6 +230,7 @@ class MixedLossContext(BaseLossContext):
     def cat(cls: type[C], chunks: list[C]) -> C:
         """Joins packed contexts along T, part by part."""
         joined = super().cat(chunks)
+        joined._cut = None
         joined.parts = {
             name: type(part).cat([chunk.parts[name] for chunk in chunks]) for name, part in chunks[0].parts.items()
         }
@@ -236,12 +258,17 @@ class MixedLossContext(BaseLossContext):
 
     def _rows_of(self, name: str) -> Tensor:
         """The rows of a part among the tokens that count, in order."""
+        if not self._is_cut():
+            raise BatchError(
+                "part_ids or shifted_labels are others than those that build_batches gave to the parts. Call "
+                "build_batches after setting them."
+            )
         place = list(self.parts).index(name)
         return (self.layout.take(self.loss_kwargs.part_ids) == place).nonzero().squeeze(1)
 
     def _evaluator(self) -> Any:
         """The loss over a slice of tokens; which of them belong to a part is read by the host once."""
-        readers = [_PartReader(context, self._rows_of(name)) for name, context in self.parts.items()]
+        readers = [PartReader(context, self._rows_of(name)) for name, context in self.parts.items()]
         names, coefs = list(self.parts), self.loss_cfg.coefs
 
         def loss_of(stats: TokenStats, rows: slice) -> tuple[Tensor, dict[str, Metric]]:
@@ -271,19 +298,3 @@ class MixedLossContext(BaseLossContext):
         for name, part in self.parts.items():
             counts |= {f"{name}/{metric}": value for metric, value in part._counted().items()}
         return counts
-
-
-class _PartReader:
-    """Evaluates a part on its rows of a slice of all tokens."""
-
-    def __init__(self, context: BaseLossContext, rows: Tensor) -> None:
-        self.context, self.rows = context, rows
-        self.flat = context.loss_kwargs.take(context.layout)
-        self.names = [name for name in self.flat.tensors() if context.loss_kwargs.is_per_token(name)]
-        self.bounds = rows.cpu()
-
-    def __call__(self, stats: TokenStats, part: slice) -> tuple[Tensor, dict[str, Metric]]:
-        start, stop = torch.searchsorted(self.bounds, torch.tensor([part.start, part.stop])).tolist()
-        own = self.rows[start:stop] - part.start
-        seen = picked(stats, own, self.context.layout.segments.rows(start, stop))
-        return self.context.token_loss(seen, self.flat.rows(slice(start, stop), self.names))

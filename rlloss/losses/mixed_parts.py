@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlloss.errors import ConfigError, nearest
+from rlloss.errors import BatchError, ConfigError, nearest
 from rlloss.heads import TokenStats
 from rlloss.layout import Segments
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
+from rlloss.losses.totals import Totals
+from rlloss.metrics import Metric
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> BaseLossConfig:
@@ -65,3 +68,37 @@ def picked(stats: TokenStats, rows: Tensor, segments: Segments) -> TokenStats:
         stats.labels.index_select(0, rows),
         None if extra is None else extra.index_select(0, rows),
     )
+
+
+def world_of(totals: Mapping[str, Totals] | None, parts: Mapping[str, Any]) -> int | None:
+    """Returns the ranks whose gradients are combined, where totals give them: the same for all parts.
+
+    Raises:
+        BatchError: The totals name no part, or differ in `world`.
+    """
+    if totals is not None and not isinstance(totals, Mapping):
+        raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
+    unknown = set(totals or ()) - set(parts)
+    if unknown:
+        raise BatchError(f"totals names {sorted(unknown)}, but the parts are {list(parts)}.")
+    given = {name: part.world for name, part in (totals or {}).items() if part.world is not None}
+    if len(set(given.values())) > 1:
+        raise BatchError(f"totals of the parts differ in world: {given}. One backward combines the gradients of all.")
+    return next(iter(given.values()), None)
+
+
+class PartReader:
+    """Evaluates a part on its rows of a slice of all tokens."""
+
+    def __init__(self, context: BaseLossContext, rows: Tensor) -> None:
+        self.context, self.rows = context, rows
+        self.flat = context.loss_kwargs.take(context.layout)
+        self.names = [name for name in self.flat.tensors() if context.loss_kwargs.is_per_token(name)]
+        self.bounds = rows.cpu()
+
+    def __call__(self, stats: TokenStats, part: slice) -> tuple[Tensor, dict[str, Metric]]:
+        """Returns the loss of the part's rows in a slice of all rows, and its metrics."""
+        start, stop = torch.searchsorted(self.bounds, torch.tensor([part.start, part.stop])).tolist()
+        own = self.rows[start:stop] - part.start
+        seen = picked(stats, own, self.context.layout.segments.rows(start, stop))
+        return self.context.token_loss(seen, self.flat.rows(slice(start, stop), self.names))

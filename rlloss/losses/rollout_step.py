@@ -11,6 +11,7 @@ from rlloss.distributed import Group, all_reduce_sum
 from rlloss.errors import BatchError
 from rlloss.functional.rollout import RolloutRule, correct_rollout, mismatch_metrics
 from rlloss.layout import exchange_sizes, token_layout
+from rlloss.losses.seen import Seen
 from rlloss.metrics import Metric
 
 
@@ -19,7 +20,7 @@ class RolloutOutcome:
     """The correction of one micro-batch.
 
     Attributes:
-        sources: The tensors that it was computed from, and their versions; a changed one outdates it.
+        sources: The tensors that it was computed from; a changed one outdates it.
         rules: The rules that were applied; others outdate it.
         weights: `[B, T]`, importance weights before they are normalised over the step; 1 at ignored positions.
         rejected: `[B, T]` bool, tokens that leave the step.
@@ -28,7 +29,7 @@ class RolloutOutcome:
         normalizer: `[2]` float64, sum and number of the weights.
     """
 
-    sources: tuple[tuple[Tensor | None, int], ...]
+    sources: tuple[Seen, ...]
     rules: tuple[RolloutRule, ...]
     weights: Tensor
     rejected: Tensor
@@ -58,7 +59,7 @@ def rollout_outcome(context: Any, leaves: Tensor | None) -> RolloutOutcome:
     found = correct_rollout(old - new, segments, rules)
     dtype = torch.float64 if torch.float64 in (train.dtype, rollout.dtype) else torch.float32
     return RolloutOutcome(
-        sources=_sources(context),
+        sources=tuple(Seen.of(tensor) for tensor in _sources(context)),
         rules=rules,
         weights=layout.put(found.weights.to(dtype), fill=1.0),
         rejected=layout.put((~found.keep).to(torch.uint8)) != 0,
@@ -96,10 +97,7 @@ def is_current(outcome: RolloutOutcome | None, context: Any) -> bool:
     """Tells whether an outcome was computed from the tensors and the rules that the context holds now."""
     if outcome is None or outcome.rules != context.loss_cfg.rollout_is.compiled():
         return False
-    return all(
-        before[0] is now[0] and before[1] == now[1]
-        for before, now in zip(outcome.sources, _sources(context), strict=True)
-    )
+    return all(before.is_still(now) for before, now in zip(outcome.sources, _sources(context), strict=True))
 
 
 def normalize_step(contexts: Sequence[Any], like: Tensor, group: Group) -> None:
@@ -122,9 +120,9 @@ def normalize_step(contexts: Sequence[Any], like: Tensor, group: Group) -> None:
         context.loss_kwargs.set_computed_weights((weights.double() * factor).to(weights.dtype))
 
 
-def _sources(context: Any) -> tuple[tuple[Tensor | None, int], ...]:
+def _sources(context: Any) -> tuple[Tensor | None, ...]:
     kwargs = context.loss_kwargs
-    tensors = (
+    return (
         kwargs.shifted_labels,
         kwargs.rollout_logprobs,
         kwargs.old_logprobs,
@@ -132,4 +130,3 @@ def _sources(context: Any) -> tuple[tuple[Tensor | None, int], ...]:
         kwargs.ref_logprobs,
         kwargs.cu_seq_lens,
     )
-    return tuple((tensor, 0 if tensor is None or tensor.is_inference() else tensor._version) for tensor in tensors)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks.mesh_step import Collectives
-from rlloss import CELossConfig, GRPOLossConfig, GRPOLossContext, Totals, metrics
+from rlloss import CELossConfig, GRPOLossConfig, GRPOLossContext, MixedLossConfig, Totals, metrics
 from steps import eye, labels, row, tok
 
 warnings.simplefilter("ignore")
@@ -104,9 +104,13 @@ def broken(how: str) -> None:
     elif how == "sp, more micro-batches":
         config = config.model_copy(update={"reduce_loss": False})
         contexts = [config.build(rl_batch(), mesh) for _ in range(2 if bad else 1)]
+    elif how == "mixed, part_ids":
+        config = MixedLossConfig(parts={"rl": GRPOLossConfig(), "sft": CELossConfig()})
+        contexts = [config.build(rl_batch(part_ids=torch.tensor([[0, 1, 1]])))]
+        contexts[0].loss_kwargs.part_ids = torch.tensor([[0, 1, 2 if bad else 1]])
     else:
         contexts = [config.build(rl_batch(), mesh)]
-    GRPOLossContext.build_batches(contexts, totals=totals)
+    config.loss_ctx_cls.build_batches(contexts, totals=totals)
 
 
 def too_few_counted(kind: str) -> None:

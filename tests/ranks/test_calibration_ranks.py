@@ -93,6 +93,7 @@ BROKEN = {
     "no context": "rank 1: build_batches got an empty list",
     "no context, selection": "rank 1: build_batches got an empty list",
     "no context, world": "rank 1: build_batches got an empty list",
+    "mixed, part_ids": "rank 1: part_ids must lie between -1 and 1",
     "no old_logprobs, totals": "rank 1: GRPOLossConfig needs old_logprobs",
     "wrong length": "rank 1: old_logprobs has shape (1, 2)",
     "more micro-batches": "unequal numbers of micro-batches (3 in all)",
