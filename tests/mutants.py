@@ -1,9 +1,13 @@
 """Breaks the formulas one by one: every break that changes a number must be found by a test.
 
 Mutants are generated from the syntax tree of each formula file: operators, comparisons, constants, min and max, signs,
-detach, denominators, the branches of `where`. Each is put into the functions of the running interpreter, and then
-golden cases and oracle tests run until one fails. `python -m tests.mutants [FILE...]` ends with status 1 when a mutant
-survives that `EQUIVALENT` has no reason for.
+detach, denominators, the branches of `where`. Each is put into the functions of the running interpreter, and then the
+tests that `mutants_files.py` names for its file run until one fails. What was killed is kept in `.mutants.json` as long
+as the file stays as it is, so that an interrupted run goes on where it was.
+
+    python -m tests.mutants [--limit SECONDS] [FILE...]
+
+ends with status 1 when a mutant survives that `EQUIVALENT` has no reason for, and 2 when the time was up before.
 """
 
 from __future__ import annotations
@@ -11,39 +15,28 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import hashlib
 import importlib
-import inspect
+import json
+import signal
 import sys
+import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 ROOT = Path(__file__).parent.parent
-FILES = (
-    "rlloss/functional/bounds.py",
-    "rlloss/functional/kl.py",
-    "rlloss/functional/opd.py",
-    "rlloss/functional/policy.py",
-    "rlloss/functional/policy_quadratic.py",
-    "rlloss/functional/policy_score.py",
-    "rlloss/losses/calibration.py",
-    "rlloss/losses/policy_covariance.py",
-)
-# Of a module that does more than formulas, the functions with the formulas.
-FORMULAS = {
-    "rlloss/losses/calibration.py": (
-        "_counts_of",
-        "_prompt_tokens",
-        "_with_totals",
-        "_inverse_denominator",
-        "_inverse",
-    ),
-}
+KEPT = ROOT / ".mutants.json"
+TEST_SECONDS = 20
+"""A test that takes longer hangs, and has found its mutant."""
+
 BINARY: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -116,17 +109,28 @@ class Replace(ast.NodeTransformer):
         return self.new if node is self.old else super().generic_visit(node)
 
 
-def mutants(file: str) -> Iterator[Mutant]:
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function and method of a module, by its qualified name."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from (
+                (f"{node.name}.{inner.name}", inner) for inner in node.body if isinstance(inner, ast.FunctionDef)
+            )
+
+
+def mutants(file: str, names: tuple[str, ...]) -> Iterator[Mutant]:
     """Every mutant of a file's functions; docstrings, annotations and error messages are left alone."""
     tree = ast.parse((ROOT / file).read_text())
-    names = FORMULAS.get(file)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    for function in functions if names is None else [node for node in functions if node.name in names]:
+    for name, function in functions(tree):
+        if names and name not in names:
+            continue
         for node in list(walk(function)):
             for changed in changes(node):
                 before, after = ast.unparse(node), ast.unparse(changed)
                 whole = copy.deepcopy(Replace(node, changed).visit(copy_with(tree, node)))
-                yield Mutant(file, node.lineno, function.name, f"{before} -> {after}", ast.fix_missing_locations(whole))
+                yield Mutant(file, node.lineno, name, f"{before} -> {after}", ast.fix_missing_locations(whole))
 
 
 def copy_with(tree: ast.Module, kept: ast.AST) -> ast.Module:
@@ -153,14 +157,23 @@ def installed(mutant: Mutant) -> Iterator[None]:
     scope = dict(vars(module))
     with stopped_registration():
         exec(compile(mutant.tree, mutant.file, "exec"), scope)
-    original: types.FunctionType = vars(module)[mutant.function]
-    changed: types.FunctionType = scope[mutant.function]
-    saved = (original.__code__, original.__defaults__)
+    original, changed = (_function(space, mutant.function) for space in (vars(module), scope))
+    saved = (original.__code__, original.__defaults__, original.__kwdefaults__)
     original.__code__, original.__defaults__ = changed.__code__, changed.__defaults__
+    original.__kwdefaults__ = changed.__kwdefaults__
     try:
         yield
     finally:
-        original.__code__, original.__defaults__ = saved
+        original.__code__, original.__defaults__, original.__kwdefaults__ = saved
+
+
+def _function(space: dict[str, Any], name: str) -> types.FunctionType:
+    """The plain function behind a qualified name, whatever it is wrapped in."""
+    owner, _, own = name.rpartition(".")
+    found: Any = vars(space[owner])[own] if owner else space[name]
+    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or getattr(found, "wrapped", found)
+    function: types.FunctionType = found
+    return function
 
 
 @contextlib.contextmanager
@@ -176,104 +189,130 @@ def stopped_registration() -> Iterator[None]:
         Registry.add = add  # type: ignore[method-assign]
 
 
-Check = Callable[[], None]
+class Hunt:
+    """A pytest plugin that runs the collected tests over and over, against one mutant after the other."""
+
+    def __init__(self, file: str, kept: dict[str, str], stop: float) -> None:
+        self.file, self.kept, self.stop = file, kept, stop
+        self.survivors: list[Mutant] = []
+        self.total, self.complete = 0, True
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leaves the tests that belong to the file, the quickest kind first."""
+        from mutants_files import FILES
+
+        parts = FILES[self.file].tests
+        items[:] = [item for part in parts for item in items if fits(item.nodeid, part)]
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Takes the place of the one run through all tests."""
+        from mutants_files import FILES
+
+        suite = list(dict.fromkeys(session.items))
+        assert suite, f"no test for {self.file}"
+        broken = self.killer(suite)
+        assert broken is None, f"fails without any mutant: {broken.nodeid}"
+        for mutant in mutants(self.file, FILES[self.file].functions):
+            self.total += 1
+            if str(mutant) in self.kept:
+                continue
+            if time.monotonic() > self.stop:
+                self.complete = False
+                break
+            with installed(mutant):
+                killer = self.killer(suite)
+            if killer is None:
+                self.survivors.append(mutant)
+                continue
+            self.kept[str(mutant)] = killer.nodeid
+            suite.remove(killer)
+            suite.insert(0, killer)  # what kills one mutant often kills the next
+        return True
+
+    def killer(self, suite: list[pytest.Item]) -> pytest.Item | None:
+        """The first test that fails, or None."""
+        from _pytest.runner import runtestprotocol
+
+        for item in suite:
+            signal.alarm(TEST_SECONDS)
+            try:
+                reports = runtestprotocol(item, log=False, nextitem=None)
+            except TimeoutError:
+                return item
+            finally:
+                signal.alarm(0)
+            if any(report.failed for report in reports):
+                return item
+        return None
 
 
-def checks() -> list[Check]:
-    """The tests that look at numbers, as calls without arguments, the quickest first."""
-    import golden_cases
-    import golden_trl
-    import golden_verl
-    import test_policy_losses
-    import test_policy_properties
-    import test_selection
-    from golden_exclusions import EXCLUSIONS
+def fits(nodeid: str, part: str) -> bool:
+    """Whether a test is meant by a part: a file, or `file::text&text in the rest of its name`."""
+    path, _, text = part.partition("::")
+    own = nodeid.partition("::")[2]
+    return nodeid.startswith(f"tests/{path}::") and all(word in own for word in text.split("&"))
 
-    found: list[Check] = []
-    for name in test_policy_losses.CASES:
-        found.append(lambda name=name: test_policy_losses.test_value_and_gradient(name, "log_probs"))
-    for ratio in ("token", "sequence_mean", "sequence_product"):
-        found.append(lambda ratio=ratio: test_policy_losses.test_kl_with_a_ratio(ratio))
-    found.append(test_policy_losses.test_factors_have_no_gradient)
-    found.append(test_policy_losses.test_the_off_policy_limit_itself_is_near)
-    found.append(test_policy_properties.test_a_total_below_one)
-    found.append(test_selection.test_small_steps)
-    found.append(test_policy_losses.test_trust_region_ends)
-    found.append(test_policy_losses.test_clip_fractions_count_where_the_clip_binds)
-    found.append(test_policy_losses.test_iw_opd_defaults_and_gradients)
-    for kind in ("token", "sequence_mean"):
-        found.append(lambda kind=kind: test_policy_losses.test_the_old_policy_gets_no_gradient(kind))
-    found.append(test_policy_losses.test_kl_limits_and_who_gets_a_gradient)
-    found.append(test_policy_losses.test_a_bound_itself_lies_inside)
-    found.append(test_policy_losses.test_iw_opd_weights_look_at_counted_tokens_only)
-    found.append(test_policy_properties.test_prompts_weigh_alike)
-    for groups, prompts, words in ((None, 3, "group_ids"), ([0, 3, 1], 3, "from 0"), ([0, -1, 1], 3, "from -1")):
-        found.append(
-            lambda g=groups, p=prompts, w=words: test_policy_properties.test_prompts_that_do_not_fit_are_named(g, p, w)
-        )
-    for seed in range(3):
-        found.append(lambda seed=seed: test_selection.test_kl_cov_takes_the_largest_covariances(seed))
-        take = test_selection.test_clip_cov_takes_candidates_only_and_as_many_as_it_should
-        found.append(lambda seed=seed, take=take: take(seed))
-    modules = (golden_verl.__name__, golden_trl.__name__)
-    for case in golden_cases.all_cases():
-        family = golden_cases.family_of(case)
-        excluded = any(row.covers(case) for row in EXCLUSIONS)
-        if family is None or excluded or family.adapter.__module__ not in modules:
-            continue
-        found.append(lambda family=family, case=case: family.adapter(case, family.variants[0]))
-    for loss in ("vanilla", "gmpo", "kl_cov"):
-        for test in ("test_no_split_and_no_way_changes_anything", "test_extreme_ratios_stay_finite"):
-            found.append(lambda loss=loss, test=test: getattr(test_policy_properties, test)(loss))
+
+def hunt(file: str, kept: dict[str, dict[str, Any]], stop: float) -> Hunt:
+    """Runs the mutants of one file, and keeps what was killed."""
+    from mutants_files import FILES
+
+    source = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+    if kept.get(file, {}).get("source") != source:
+        kept[file] = {"source": source, "killed": {}}
+    found = Hunt(file, kept[file]["killed"], stop)
+    paths = dict.fromkeys(f"tests/{part.partition('::')[0]}" for part in FILES[file].tests)
+    # Not the project's options: no summary, no cache, no other plugins' output.
+    status = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:xdist", *paths], plugins=[found]
+    )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        sys.stdout.write(f"{file}: the tests could not run ({status!r})\n")
+        found.complete = False
+    KEPT.write_text(json.dumps(kept, indent=1))
     return found
 
 
-def first_failure(suite: list[Check]) -> int | None:
-    """The number of the first check that fails, or None."""
-    for number, check in enumerate(suite):
-        try:
-            check()
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            return number
-    return None
-
-
-def main(files: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Runs every mutant of the files and reports survivors."""
-    from mutants_equivalent import EQUIVALENT
+    import hypothesis
 
+    from mutants_equivalent import EQUIVALENT
+    from mutants_files import FILES
+
+    limit = float(arguments.pop(1)) if arguments[:1] == ["--limit"] else float("inf")
+    files = [argument for argument in arguments if argument != "--limit"] or list(FILES)
+    stop = time.monotonic() + limit
     warnings.simplefilter("ignore")
-    suite = checks()
-    if first_failure(suite) is not None:
-        sys.stdout.write("the tests fail without any mutant\n")
-        return 1
-    total, equivalent, survivors, used = 0, 0, [], set()
-    for file in files or FILES:
-        for mutant in mutants(file):
-            total += 1
-            with installed(mutant):
-                number = first_failure(suite)
-            if number is not None:
-                suite.insert(0, suite.pop(number))  # what kills one mutant often kills the next
-                continue
+    signal.signal(signal.SIGALRM, _too_slow)
+    # A mutant needs one failing example, not the smallest.
+    quick = {"phases": [hypothesis.Phase.explicit, hypothesis.Phase.generate], "database": None, "derandomize": True}
+    hypothesis.settings.register_profile("mutants", **quick)  # type: ignore[arg-type]
+    hypothesis.settings.load_profile("mutants")
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    total, survivors, used, complete = 0, 0, set(), True
+    for file in files:
+        found = hunt(file, kept, stop)
+        total, complete = total + found.total, complete and found.complete
+        for mutant in found.survivors:
             key = (mutant.function, mutant.change)
             used.add(key)
-            if key in EQUIVALENT:
-                equivalent += 1
-            else:
-                survivors.append(mutant)
+            if key not in EQUIVALENT:
+                survivors += 1
                 sys.stdout.write(f"survived: {mutant}\n")
-                sys.stdout.flush()
-    stale = [] if files else [key for key in EQUIVALENT if key not in used]
+        sys.stdout.write(f"{file}: {found.total} mutants, {len(found.survivors)} not killed\n")
+        sys.stdout.flush()
+    stale = [key for key in EQUIVALENT if key not in used] if complete and files == list(FILES) else []
     for key in stale:
         sys.stdout.write(f"listed as equivalent, but killed or gone: {key}\n")
-    sys.stdout.write(f"{total} mutants: {total - equivalent - len(survivors)} killed, {equivalent} equivalent, ")
-    sys.stdout.write(f"{len(survivors)} survived\n")
-    return 1 if survivors or stale else 0
+    sys.stdout.write(f"{total} mutants: {total - len(used) - survivors} killed, {len(used)} equivalent or the same, ")
+    sys.stdout.write(f"{survivors} survived{'' if complete else '; not all were tried'}\n")
+    return 1 if survivors or stale else 0 if complete else 2
+
+
+def _too_slow(number: int, frame: Any) -> None:
+    raise TimeoutError
 
 
 if __name__ == "__main__":
-    assert inspect.getmodule(main) is not None
     sys.exit(main(sys.argv[1:]))

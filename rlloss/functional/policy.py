@@ -39,7 +39,7 @@ def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor, segments: Segments, kin
         `[N]`, nats; the same for all tokens of a sequence unless `kind` is "token".
 
     Source:
-        GSPO arXiv:2507.18071, equation 7, and equation 14 for GSPO-token; RLOO arXiv:2402.14740.
+        GSPO and GSPO-token arXiv:2507.18071; RLOO arXiv:2402.14740.
     """
     difference = log_prob - old_log_prob.detach()
     if kind == "token":
@@ -109,7 +109,7 @@ def soft_gate(ratio: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float)
         `[N]`.
 
     Source:
-        arXiv:2511.20347, equations 5 and 6.
+        SAPO, arXiv:2511.20347: the gated objective, with a temperature for each sign of the advantage.
     """
     tau = torch.where(advantages > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
@@ -138,7 +138,7 @@ def geometric_surrogate(
         `[N]`, the loss of a sequence at each of its tokens, and the clip fractions.
 
     Source:
-        arXiv:2507.20673, equation 4 and its pseudo-code; token advantages are averaged as in verl.
+        GMPO, arXiv:2507.20673: the clipped objective and its pseudo-code; token advantages are averaged as in verl.
     """
     low, high = clip_bounds
     clipped = torch.where(advantages > 0, bound(log_ratio, -torch.inf, high), bound(log_ratio, -low, torch.inf))

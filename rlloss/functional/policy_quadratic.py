@@ -24,7 +24,7 @@ def quadratic_loss(
         `[N]`.
 
     Source:
-        DRO arXiv:2405.19107, equation 8; OPMD (Kimi k1.5) arXiv:2501.12599, equation 3.
+        DRO arXiv:2405.19107, its policy loss; OPMD (Kimi k1.5) arXiv:2501.12599, the policy optimisation.
     """
     difference = log_prob - old_log_prob.detach()
     if segments is None:

@@ -150,7 +150,7 @@ def gspo(
 ) -> Result:
     """Group sequence policy optimisation: `max(-A s, -A clip(s, 1 - low, 1 + high))`, s the ratio of the sequence.
 
-    `s = exp(mean_t d_t)`. arXiv:2507.18071, equations 5 and 7, section 4.3 for GSPO-token. The paper averages
+    `s = exp(mean_t d_t)`. arXiv:2507.18071, its GSPO and, for token advantages, GSPO-token. The paper averages
     sequences: give `loss_reduction="sample"`.
 
     Args:
@@ -183,7 +183,7 @@ def sapo(
 ) -> Tensor:
     """Soft adaptive policy optimisation: `-A sigmoid(tau (r - 1)) 4 / tau`; see `rlloss.functional.policy.soft_gate`.
 
-    arXiv:2511.20347, section 3. The paper averages sequences: give `loss_reduction="sample"`.
+    arXiv:2511.20347. The paper averages sequences: give `loss_reduction="sample"`.
 
     Args:
         log_prob: `[N]`, nats.
@@ -223,7 +223,7 @@ def gmpo(
 ) -> Result:
     """Geometric-mean policy optimisation; see `rlloss.functional.policy.geometric_surrogate`.
 
-    `-mean(A) exp(mean_t d'_t)` for a sequence. arXiv:2507.20673, equation 4. The paper averages sequences: give
+    `-mean(A) exp(mean_t d'_t)` for a sequence. arXiv:2507.20673. The paper averages sequences: give
     `loss_reduction="sample"`. Importance weights join as their geometric mean, as in verl.
 
     Args:

@@ -39,7 +39,7 @@ def dro(
 ) -> Tensor:
     """Direct reward optimisation: `-(A log_prob - beta/2 d^2)`, `d = log_prob - old_log_prob`.
 
-    arXiv:2405.19107, section 3, with the advantage in the place of reward minus value. See
+    arXiv:2405.19107, with the advantage in the place of reward minus value. See
     `rlloss.functional.policy_quadratic.quadratic_loss` for level "sequence".
 
     Args:
@@ -62,7 +62,7 @@ def opmd(
 ) -> Tensor:
     """Online policy mirror descent: `-A log_prob + tau/2 d^2`, d the log-ratio of the whole sequence.
 
-    arXiv:2501.12599, equation 3 (whose left side is the negative of this loss's gradient).
+    arXiv:2501.12599, which states the negative of this loss's gradient.
 
     Args:
         log_prob: `[N]`, nats.

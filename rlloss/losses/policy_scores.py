@@ -28,7 +28,7 @@ class ReinforceConfig(PolicyLossConfig):
 def reinforce(log_prob: Tensor, advantages: Tensor) -> Tensor:
     """REINFORCE: `-A log_prob`; it reads no old log-probs.
 
-    Williams 1992, equation 11; GPG arXiv:2504.02546, equation 6.
+    Williams 1992, equation 11; GPG arXiv:2504.02546.
 
     Args:
         log_prob: `[N]`, nats.
@@ -92,7 +92,7 @@ class DPPOConfig(PolicyLossConfig):
 def dppo_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_loss_cfg: DPPOConfig) -> Result:
     """Divergence PPO with total variation: `-A sg(min(r, cap)) log_prob` inside the trust region, else 0.
 
-    Inside is `p - p_old <= high` for `A > 0`, else `p - p_old >= -low`. arXiv:2602.04879, section 4.
+    Inside is `p - p_old <= high` for `A > 0`, else `p - p_old >= -low`. arXiv:2602.04879, the binary approximation.
 
     Args:
         log_prob: `[N]`, nats.
@@ -110,7 +110,7 @@ def dppo_tv(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_l
 
 @register_policy_loss("dppo_kl", config=DPPOConfig, aliases=("dppo_binary_kl",), surrogate=True)
 def dppo_kl(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, policy_loss_cfg: DPPOConfig) -> Result:
-    """Divergence PPO with the binary KL divergence; otherwise `dppo_tv`. arXiv:2602.04879, section 4.
+    """Divergence PPO with the binary KL divergence; otherwise `dppo_tv`. arXiv:2602.04879, the binary approximation.
 
     Args:
         log_prob: `[N]`, nats.
@@ -191,7 +191,7 @@ def vespo(
     """Variational sequence-level soft policy optimisation: `-A sg(W^k exp(lambda (1 - W))) log_prob`.
 
     W is the ratio of the whole sequence, importance weights of its tokens included; see
-    `rlloss.functional.policy_score.gamma_factor`. arXiv:2602.10693, the closed-form kernel of its section 3.
+    `rlloss.functional.policy_score.gamma_factor`. arXiv:2602.10693, its closed-form kernel.
 
     Args:
         log_prob: `[N]`, nats.
