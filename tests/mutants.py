@@ -140,7 +140,7 @@ def copy_with(tree: ast.Module, kept: ast.AST) -> ast.Module:
 
 def walk(function: ast.FunctionDef) -> Iterator[ast.AST]:
     """The expressions of a function body and its defaults."""
-    stack: list[ast.AST] = [*function.body, *function.args.defaults]
+    stack: list[ast.AST] = [*function.body, *function.args.defaults, *filter(None, function.args.kw_defaults)]
     while stack:
         node = stack.pop()
         if isinstance(node, ast.Raise | ast.JoinedStr):
@@ -262,7 +262,6 @@ def hunt(file: str, kept: dict[str, dict[str, Any]], stop: float) -> Hunt:
         kept[file] = {"source": source, "killed": {}}
     found = Hunt(file, kept[file]["killed"], stop)
     paths = dict.fromkeys(f"tests/{part.partition('::')[0]}" for part in FILES[file].tests)
-    # Not the project's options: no summary, no cache, no other plugins' output.
     status = pytest.main(
         ["-q", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:xdist", *paths], plugins=[found]
     )
