@@ -17,6 +17,7 @@ import contextlib
 import copy
 import hashlib
 import importlib
+import io
 import json
 import signal
 import sys
@@ -262,11 +263,11 @@ def hunt(file: str, kept: dict[str, dict[str, Any]], stop: float) -> Hunt:
         kept[file] = {"source": source, "killed": {}}
     found = Hunt(file, kept[file]["killed"], stop)
     paths = dict.fromkeys(f"tests/{part.partition('::')[0]}" for part in FILES[file].tests)
-    status = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-p", "no:terminal", "-p", "no:xdist", *paths], plugins=[found]
-    )
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        sys.stdout.write(f"{file}: the tests could not run ({status!r})\n")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", *paths], plugins=[found])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.stdout.write(f"{said.getvalue()[-2000:]}\n{file}: the tests could not run ({status!r})\n")
         found.complete = False
     KEPT.write_text(json.dumps(kept, indent=1))
     return found

@@ -9,7 +9,8 @@ from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.kwargs import BaseLossKwargs, PerSequence, PerToken
 from rlloss.losses.lm_head import LMHead
 from rlloss.losses.logprob import LogProbConfig, LogProbContext, LogProbKwargs
-from rlloss.losses.mixed import MixedLossConfig, MixedLossContext, MixedLossKwargs
+from rlloss.losses.mixed import MixedLossConfig, MixedLossContext
+from rlloss.losses.mixed_parts import MixedLossKwargs
 from rlloss.losses.oreal import OrealLossConfig, OrealLossContext, OrealLossKwargs
 from rlloss.losses.output import LossOutput
 from rlloss.losses.policy_covariance import ClipCovConfig, KLCovConfig

@@ -18,12 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group
 from rlloss.errors import BatchError, require_known
 from rlloss.heads import HeadOptions, Objective, TokenStats
-from rlloss.losses.batch import packed_mapping
+from rlloss.losses.batch import check_field, packed_mapping
 from rlloss.losses.calibration import calibrate
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
-from rlloss.losses.kwargs import BaseLossKwargs, PerToken
-from rlloss.losses.mixed_parts import PartReader, class_name, config_from_fields, picked, with_shared, world_of
+from rlloss.losses.mixed_parts import (
+    MixedLossKwargs,
+    PartReader,
+    check_places,
+    class_name,
+    config_from_fields,
+    picked,
+    with_shared,
+    world_of,
+)
 from rlloss.losses.seen import Seen
 from rlloss.losses.step_check import check_step
 from rlloss.losses.terms import LEVELS, Level
@@ -127,16 +135,6 @@ class MixedLossConfig(BaseLossConfig):
         return context  # type: ignore[no-any-return]
 
 
-class MixedLossKwargs(BaseLossKwargs):
-    """Labels of all parts; the tensors of a part are in its own context, `ctx.parts[name].loss_kwargs`.
-
-    Attributes:
-        part_ids: `[B, T]` int64, the part of each token, -1 for none; a batch may give one for each sequence.
-    """
-
-    part_ids: Annotated[Tensor, PerToken(-1.0, kind="id", spread=True)]
-
-
 class MixedLossContext(BaseLossContext):
     """Several losses on one micro-batch.
 
@@ -162,17 +160,14 @@ class MixedLossContext(BaseLossContext):
         if self._is_cut():
             return
         ids, labels, ignored = self.loss_kwargs.part_ids, self.loss_kwargs.shifted_labels, self.loss_cfg.ignore_idx
-        known = ids[labels != ignored].unique().tolist()
-        if known and not -1 <= known[0] <= known[-1] < len(self.parts):
-            raise BatchError(
-                f"part_ids must lie between -1 and {len(self.parts) - 1} for the parts {list(self.parts)}; got {known}."
-            )
+        check_places(ids[labels != ignored], self.parts)
         for place, part in enumerate(self.parts.values()):
             part.loss_kwargs.shifted_labels = labels.masked_fill(ids != place, ignored)
         self._cut = (Seen.of(labels), Seen.of(ids))
 
     def _is_cut(self) -> bool:
         """Whether the parts have the labels that labels and ids give them."""
+        check_field(self.loss_kwargs, "part_ids")
         labels, ids, ignored = self.loss_kwargs.shifted_labels, self.loss_kwargs.part_ids, self.loss_cfg.ignore_idx
         if self._cut is not None and self._cut[0].is_still(labels) and self._cut[1].is_still(ids):
             return True

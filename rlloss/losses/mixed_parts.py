@@ -1,7 +1,7 @@
 """The parts of a mixed loss: found by the name of their class, and set on the one head."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,19 @@ from rlloss.heads import TokenStats
 from rlloss.layout import Segments
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
+from rlloss.losses.kwargs import BaseLossKwargs, PerToken
 from rlloss.losses.totals import Totals
 from rlloss.metrics import Metric
+
+
+class MixedLossKwargs(BaseLossKwargs):
+    """Labels of all parts; the tensors of a part are in its own context, `ctx.parts[name].loss_kwargs`.
+
+    Attributes:
+        part_ids: `[B, T]` int64, the part of each token, -1 for none; a batch may give one for each sequence.
+    """
+
+    part_ids: Annotated[Tensor, PerToken(-1.0, kind="id", spread=True)]
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> BaseLossConfig:
@@ -85,6 +96,17 @@ def world_of(totals: Mapping[str, Totals] | None, parts: Mapping[str, Any]) -> i
     if len(set(given.values())) > 1:
         raise BatchError(f"totals of the parts differ in world: {given}. One backward combines the gradients of all.")
     return next(iter(given.values()), None)
+
+
+def check_places(ids: Tensor, parts: Mapping[str, Any]) -> None:
+    """Refuses ids of tokens that count which name no part; read by the host.
+
+    Raises:
+        BatchError: There is one.
+    """
+    given = sorted(set(ids.tolist()))
+    if given and not -1 <= given[0] <= given[-1] < len(parts):
+        raise BatchError(f"part_ids must lie between -1 and {len(parts) - 1} for the parts {list(parts)}; got {given}.")
 
 
 class PartReader:
