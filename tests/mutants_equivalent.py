@@ -14,6 +14,11 @@ EMPTY = "matters for a sequence or a step without tokens only, whose number reac
 OVERWRITTEN = "chooses a branch where A = 0, which the next line sets to 0"
 REFUSED = "stands for a config without loss_length, which is refused when it is made"
 
+NO_METRIC_GRADIENT = "a metric has no graph, so detaching what it is made of changes nothing"
+UNUSED_BRANCH = "fills what the next line replaces"
+SAME_AT_DELTA = "at an error of delta both branches of Huber's loss have one value and one slope"
+SUMS_HAVE_NO_GRAPH = "a sum over ranks has no graph, so detaching its summands changes nothing"
+
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("clipped_surrogate", "advantages < 0 -> advantages <= 0"): NO_ADVANTAGE,
     ("clipped_surrogate", "advantages > 0 -> advantages >= 0"): COUNTS,
@@ -48,4 +53,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("within_divergence", "p <= p_old -> p < p_old"): SAME_P,
     ("within_divergence", "divergence <= low -> divergence < low"): TIE,
     ("within_divergence", "divergence <= high -> divergence < high"): TIE,
+    ("value_loss", "loss.detach() -> loss"): NO_GRADIENT,
+    ("value_loss", "clipped.detach() -> clipped"): NO_GRADIENT,
+    ("value_loss", "error.detach() -> error"): NO_METRIC_GRADIENT,
+    ("_penalty", "0.0 -> 1.0"): UNUSED_BRANCH,
+    ("_penalty", "size > huber_delta -> size >= huber_delta"): SAME_AT_DELTA,
+    ("RunningMoments.update", "numbers.detach() -> numbers"): SUMS_HAVE_NO_GRAPH,
 }

@@ -215,3 +215,34 @@ def test_g04_j02_the_clip_is_around_the_old_value_and_is_counted() -> None:
     loss.sum().backward()
     same(loss.detach().double(), [0.5 * 0.8**2], 1e-6)
     assert (found["value_clip_frac"].compute(), values.grad.item()) == (1.0, 0.0)
+
+
+def test_running_moments_of_few_numbers() -> None:
+    moments = RunningMoments()
+    assert (moments.std, moments.var) == (1.0, 1.0)
+    assert moments.update(torch.tensor([math.nan])) == (0.0, 0.0)
+    assert moments.update(torch.tensor([3.0])) == (3.0, 0.0)
+    assert (moments.mean, moments.std, moments.var) == (3.0, 1.0, 0.0)
+    assert moments.update(torch.tensor([1.0, 5.0])) == (3.0, pytest.approx(math.sqrt(8.0)))
+    assert (moments.std, moments.var) == (pytest.approx(2.0), pytest.approx(8.0 / 3.0))
+    equal = RunningMoments()
+    equal.update(torch.tensor([0.5, 0.5]))
+    assert equal.scale(torch.tensor([1.0])).tolist() == [pytest.approx(1.0 / torch.finfo(torch.float32).eps)]
+
+
+def test_a_controller_needs_a_horizon() -> None:
+    assert AdaptiveKLController(0.2, target=0.5, horizon=0.5).value == 0.2
+    for horizon in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="horizon"):
+            AdaptiveKLController(0.2, target=0.5, horizon=horizon)
+
+
+def test_only_the_prediction_gets_a_gradient() -> None:
+    values, targets, old = (torch.tensor([x, -x], requires_grad=True) for x in (1.0, 0.25, 0.5))
+    loss, found = value_loss(values, targets, old, 0.2)
+    loss.sum().backward()
+    assert (targets.grad, old.grad) == (None, None)
+    same(found["value_error"].compute(), 0.75**2)
+    same(found["value_mean"].compute(), 0.0)
+    same(found["returns_std"].compute(), math.sqrt(2 * 0.25**2), 1e-7)
+    same(found["old_values_std"].compute(), math.sqrt(2 * 0.5**2), 1e-7)
