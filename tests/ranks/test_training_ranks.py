@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,19 @@ def test_one_process_that_is_killed_resumes_bit_for_bit(
     ((weights, report),) = ranks.run(training_runs.train, str(tmp_path / "run"), 3, True, world=1, limit=60)
     assert report == {"finished": True, "step": 6}
     assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
+
+
+def test_tied_embeddings_and_a_reference_policy(tmp_path: Path, ranks: Ranks) -> None:
+    """The reference is sharded as well, and lends its weights to the replica; the run resumes with it on one rank."""
+    ((alone, _),) = ranks.run(training_runs.train_tied, str(tmp_path / "one"), 3, world=1, limit=60)
+    for weights, report in ranks.run(training_runs.train_tied, str(tmp_path / "two"), 3, world=2, limit=60):
+        assert report == {"finished": True, "step": 6}
+        assert_close(weights, alone, 1e-5)
+    lines = [line for line in read_metrics(tmp_path / "two") if line.get("kl_loss")]
+    assert max(line["kl_loss"] for line in lines) > 1e-4
+    shutil.rmtree(Checkpoints(tmp_path / "two" / "checkpoints", 2).saved()[-1])
+    ((resumed, _),) = ranks.run(training_runs.train_tied, str(tmp_path / "two"), 3, True, world=1, limit=60)
+    assert_close(resumed, alone, 1e-5)
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, ranks: Ranks) -> None:

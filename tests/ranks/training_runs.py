@@ -72,6 +72,17 @@ def train(folder: str, steps: int, resume: bool = False) -> tuple[dict[str, Any]
     return finished(config_of(steps), folder, resume)
 
 
+def train_tied(folder: str, steps: int, resume: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with a head that is tied to the embeddings, and with a reference policy in the loss."""
+    config = config_of(steps)
+    loss = config.grpo.loss.model_copy(update={"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.5})
+    changes = {
+        "model": config.model.model_copy(update={"tie_embeddings": True}),
+        "grpo": config.grpo.model_copy(update={"loss": loss}),
+    }
+    return finished(config.model_copy(update=changes), folder, resume)
+
+
 def train_ppo(folder: str, steps: int, backbone: str, resume: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same with PPO."""
     return finished(ppo_config_of(steps, backbone), folder, resume)
