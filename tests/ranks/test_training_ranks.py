@@ -16,7 +16,7 @@ import torch
 from ranks import training_runs
 from ranks.pool import Failure, Ranks
 from rlloss.training.checkpoint import Checkpoints
-from rlloss.training.logging import read_metrics
+from rlloss.training.logging import read_lines, read_metrics
 
 pytest.importorskip("reasoning_gym")
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,13 @@ def test_two_ranks_reach_the_weights_of_one(tmp_path: Path, ranks: Ranks) -> Non
         assert_close(weights, alone, 1e-5)
     assert all(torch.equal(both[0][0][name], value) for name, value in both[1][0].items()), "ranks drift apart"
     assert (tmp_path / "two" / "policy").is_dir()
+    for one, other in zip(
+        *(read_lines(tmp_path / run / "histograms.jsonl")[1:] for run in ("one", "two")), strict=True
+    ):
+        assert one["advantage"] == other["advantage"]
+        assert sum(one["log_ratio"]) == sum(other["log_ratio"])
+    samples = [read_lines(tmp_path / run / "samples.jsonl") for run in ("one", "two")]
+    assert [line["tokens"] for line in samples[0]] == [line["tokens"] for line in samples[1]] != []
 
 
 @pytest.fixture(scope="module")

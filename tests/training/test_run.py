@@ -81,6 +81,8 @@ def test_a_killed_run_resumes_bit_for_bit(
     assert report.finished and report.step == 6
     assert_same_bits(weights_of(resumed), weights_of(straight))
     assert without_times(tmp_path) == without_times(straight.output)
+    for name in ("histograms.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_text() == (straight.output / name).read_text()
     assert report.heldout == straight.report.heldout
 
 
