@@ -160,10 +160,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file, one a line, without a last one that was cut off."""
-    lines: list[dict[str, Any]] = []
+    return [line for _, line in _written(path)]
+
+
+def _written(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    lines: list[tuple[str, dict[str, Any]]] = []
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
+            lines.append((text, json.loads(text)))
         except json.JSONDecodeError:
             continue
     return lines
@@ -200,7 +204,7 @@ def _draw(axes: Any, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
 def _keep_lines(path: Path, done: int) -> None:
     """Removes the lines of steps that will be made again."""
     if path.exists():
-        kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= done]
+        kept = [text for text, line in _written(path) if line["step"] <= done]
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
