@@ -59,8 +59,8 @@ def test_reading_rows_without_a_gradient_is_the_one_read() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_peak_memory_at_full_size(dtype: torch.dtype, name: str) -> None:
-    """16,384 tokens, H=4096, V=151,936: above inputs, gradients and accumulator a chunk of float32 logits and a bit."""
-    n, h, v, chunk = 16384, 4096, 151936, 1024
+    """4,096 tokens, H=4096, V=151,936: above inputs, gradients and accumulator a chunk of float32 logits and a bit."""
+    n, h, v, chunk = 4096, 4096, 151936, 1024
     inputs = problem(n, h, v, dtype)
     with Watch() as watch:
         loss, _ = chunk_loss(inputs, replace(OPTIONS[name], chunk_size=chunk), Objective(summed, additive=True))
