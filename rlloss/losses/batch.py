@@ -134,7 +134,9 @@ def refuse_nan(loss_kwargs: BaseLossKwargs, names: Sequence[str], ignore_idx: in
     """
     counted = loss_kwargs.shifted_labels != ignore_idx
     for name in names:
-        bad = int((torch.isnan(getattr(loss_kwargs, name)) & counted).sum())
+        found = torch.isnan(getattr(loss_kwargs, name))
+        found = found if found.ndim == counted.ndim else found.any(dim=-1)
+        bad = int((found & counted).sum())
         if bad:
             raise BatchError(f"{name} is NaN at {bad} tokens that count. Mask them, or find out where they come from.")
 

@@ -11,6 +11,7 @@ from rlloss.functional.bounds import bound
 from rlloss.functional.distill import forward_kl_topk
 from rlloss.functional.kl import KL_KINDS, kl_penalty, resolve_kl_kind
 from rlloss.heads import TokenStats
+from rlloss.losses.batch import refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
@@ -69,7 +70,7 @@ class DistillLossConfig(BaseLossConfig):
         return (Term("distill", self._distance, reduction=self.loss_reduction, weight_field="loss_weight"),)
 
     def _distance(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
-        metrics: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {} if stats.entropy is None else {"entropy": mean_of(stats.entropy)}
         if self.kind == "topk":
             teacher = loss_kwargs.teacher_topk_logprobs
             if stats.extra_log_prob is None:
@@ -113,7 +114,7 @@ class DistillLossContext(BaseLossContext):
         """Checks that the teacher's numbers are there.
 
         Raises:
-            BatchError: They are missing or do not fit.
+            BatchError: They are missing or do not fit, or one is NaN while `check_finite` is on.
         """
         kwargs = self.loss_kwargs
         topk = self.loss_cfg.kind == "topk"
@@ -128,6 +129,8 @@ class DistillLossContext(BaseLossContext):
                 raise BatchError(
                     f"teacher_topk_ids {tuple(ids.shape)} and teacher_topk_logprobs {tuple(teacher.shape)} differ."
                 )
+        if self.loss_cfg.check_finite:
+            refuse_nan(kwargs, names[-1:], self.loss_cfg.ignore_idx)
 
     def prepare(self) -> Tensor | None:
         """A sampled token of probability 0 for the teacher leaves the step."""
