@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,11 +18,18 @@ from rlloss import (
     CELossConfig,
     GRPOLossConfig,
     LogProbConfig,
+    RolloutImportanceSampling,
+    compute_advantages,
+    kl_penalty,
     policy_loss_names,
     register_policy_loss,
     unregister_policy_loss,
 )
+from rlloss.compat.verl import agg_loss
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
+from rlloss.functional.gae import gae
+from rlloss.functional.masked import masked_mean, masked_whiten
+from rlloss.functional.ppo_rewards import compute_rewards
 from steps import HEADS, Step, assert_same, eager_and_chunk, every_mode, eye, labels, row, run_step, tok
 
 Head = dict[str, Any]
@@ -65,6 +74,31 @@ def test_g03_only_binding_clips_are_counted(head: Head) -> None:
 
 
 @every_mode
+def test_g09_cispo_keeps_its_gradient_where_it_clips(head: Head) -> None:
+    """log-prob -1, ratio 1.5, upper bound 1.28, A 1; a clipped ratio would give -1.28 and no gradient."""
+    config = grpo(head, policy_loss_cfg={"loss_type": "cispo", "cliprange_high": 0.28})
+    step = run_step(config, [policy_batch([-1.0 - math.log(1.5)], [1.0])], [tok(-1.0)])
+    assert step.loss == pytest.approx(1.28, abs=1e-6)
+    slope = -1.28 * (1.0 - math.exp(-1.0))
+    assert step.rows[0] == pytest.approx([slope, -slope], abs=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize("loss", [{"loss_type": "gspo"}, {"loss_type": "vanilla", "ratio": "sequence_product"}])
+def test_g12_kl_metrics_are_those_of_tokens(head: Head, loss: dict[str, Any]) -> None:
+    """Log-ratios .1, .2, .3: `mean(r - 1 - log r)` over tokens, at least 0, whatever ratio the loss takes."""
+    config = grpo(head, policy_loss_cfg=loss, loss_reduction="sample")
+    old = [-1.0 - d for d in (0.1, 0.2, 0.3)]
+    extra = run_step(config, [policy_batch(old, [1.0] * 3) | {"num_tokens": [3]}], [tok(-1.0, -1.0, -1.0)]).extra
+    k3 = math.fsum(math.exp(d) - 1.0 - d for d in (0.1, 0.2, 0.3)) / 3
+    assert extra["approx_kl_k3"] == pytest.approx(k3, abs=1e-6)
+    assert extra["approx_kl_k3"] > 0.0
+    assert extra["approx_kl_k1"] == pytest.approx(-0.2, abs=1e-6)
+    mixed = run_step(config, [policy_batch([-1.5, -0.6], [1.0, -1.0]) | {"num_tokens": [2]}], [tok(-1.0, -1.0)]).extra
+    assert mixed["approx_kl_k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.4) - 0.6) / 2, abs=1e-6)
+
+
+@every_mode
 def test_g10_old_is_never_replaced_by_new(head: Head) -> None:
     step = run_step(grpo(head), [policy_batch([-1.1], [1.0])], [tok(-1.0)])
     assert step.extra["ratio_mean"] == pytest.approx(math.exp(0.1), abs=1e-6)
@@ -106,10 +140,20 @@ def test_h01_kl_estimators(head: Head, kind: str, value: float, grad: float) -> 
 
 
 @every_mode
-def test_h04_kl_is_a_masked_mean(head: Head) -> None:
+@pytest.mark.parametrize("reduction", ["token", "sample", "square", "prompt", "sequence_sum"])
+@pytest.mark.parametrize("kind", ["k1", "abs"])
+def test_h04_kl_is_a_masked_mean(head: Head, reduction: str, kind: str) -> None:
+    """KL 0.1 and, masked, 100 without a cap: 50.05 where the mean is over both."""
     batch = policy_batch([-1.0, -1.0], [0.0, 0.0], [1, 0], ref_logprobs=row(-1.1, -101.0))
-    config = grpo(head, use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k1")
-    assert run_step(config, [batch], [tok(-1.0, -1.0)]).loss == pytest.approx(0.1, abs=1e-6)
+    batch |= {"num_tokens": [2], "group_ids": torch.tensor([0]), "num_prompts": 1}
+    fields = {"kl_loss_coef": 1.0, "kl_loss_type": kind, "kl_value_cap": None, "loss_reduction": reduction}
+    step = run_step(grpo(head, use_kl_loss=True, **fields), [batch], [tok(-1.0, -1.0)])
+    assert step.loss == pytest.approx(0.1, abs=1e-6)
+    assert step.extra["kl"] == pytest.approx(0.1, abs=1e-6)
+    counted = run_step(
+        grpo(head, use_kl_loss=True, **fields), [batch | {"shifted_labels": labels(1, 1)}], [tok(-1, -1)]
+    )
+    assert counted.loss == pytest.approx(100.1 if reduction == "sequence_sum" else 50.05, abs=1e-5)
 
 
 @eager_and_chunk
@@ -124,6 +168,61 @@ def test_h05_the_entropy_bonus_is_a_bonus(head: Head) -> None:
     assert entropy(lower) > entropy(tok(-0.1))
     with pytest.raises(ConfigError, match="entropy_coef"):
         grpo(head, entropy_coef=-0.1)
+
+
+@eager_and_chunk
+@pytest.mark.parametrize("why", ["label", "rollout"])
+def test_h06_a_truncated_row_leaves_policy_kl_and_entropy_alike(head: Head, why: str) -> None:
+    """The second row is masked, by its labels or because the correction rejects it: the step is that of the first."""
+    rule = RolloutImportanceSampling.veto(0.5, 2.0)
+    config = grpo(head, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.2, rollout_is=rule)
+    one = policy_batch([-1.1, -2.0], [1.0, -1.0], ref_logprobs=row(-1.0, -0.8), rollout_logprobs=row(-1.1, -2.0))
+    two = {name: torch.cat([value, value]) for name, value in one.items()}
+    if why == "label":
+        two["shifted_labels"][1] = -100
+    else:
+        two["rollout_logprobs"][1, 0] = -9.0
+    hidden = tok(-1.0, -0.7)
+    alone = run_step(config, [one], [hidden])
+    both = run_step(config, [two], [torch.cat([hidden, tok(-0.3, -2.5)])])
+    assert both.loss == pytest.approx(alone.loss, rel=1e-12)
+    assert both.rows[:2] == [pytest.approx(line, rel=1e-12) for line in alone.rows]
+    assert both.rows[2:] == [[0.0, 0.0]] * 2
+    for name in ("policy_loss", "kl_loss", "entropy_loss", "kl", "entropy", "tokens", "sequences"):
+        assert both.extra[name] == pytest.approx(alone.extra[name], rel=1e-12), name
+
+
+@given(log_prob=st.floats(-40.0, 0.0), ref=st.floats(-40.0, 0.0))
+@settings(deadline=None, derandomize=True)
+def test_h07_only_k1_is_negative(log_prob: float, ref: float) -> None:
+    """`d = log_prob - ref`: k1 is d, and every other estimator is at least 0 and 0 at d = 0."""
+    pair = [torch.tensor([x], dtype=torch.float64) for x in (log_prob, ref)]
+    assert float(kl_penalty(*pair, "k1", None)) == log_prob - ref
+    for kind in ("k2", "k3", "abs", "k2+", "k3+", "abs+"):
+        for cap in (None, 10.0):
+            value = float(kl_penalty(*pair, kind, cap))
+            assert value >= 0.0
+            assert (value == 0.0) <= (abs(log_prob - ref) < 1e-7)
+
+
+@every_mode
+def test_h07_the_coefficient_acts(head: Head) -> None:
+    """k1 of -0.5 and 1.0 in one batch: a negative number of a token takes away from the sum."""
+    batch = policy_batch([-1.0, -1.0], [0.0, 0.0], ref_logprobs=row(-0.5, -2.0))
+    for coef in (0.0, 0.1, 1.0):
+        config = grpo(head, use_kl_loss=True, kl_loss_coef=coef, kl_loss_type="k1")
+        assert run_step(config, [batch], [tok(-1.0, -1.0)]).loss == pytest.approx(coef * 0.25, abs=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("kind", "value"), [("k1", 1.0), ("k2", 0.5), ("k3", 0.3678794), ("abs", 1.0), ("k2+", 0.5), (None, 0.3678794)]
+)
+def test_h08_the_reported_kl_is_the_trained_one(head: Head, kind: str | None, value: float) -> None:
+    batch = policy_batch([-1.0], [0.0], ref_logprobs=row(-2.0))
+    extra = run_step(grpo(head, use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type=kind), [batch], [tok(-1.0)]).extra
+    assert extra["kl"] == pytest.approx(value, abs=1e-6)
+    assert extra["kl_loss"] == pytest.approx(0.25 * value, abs=1e-6)
 
 
 @every_mode
@@ -230,6 +329,36 @@ def test_m06_shapes_of_advantages() -> None:
             run_step(grpo(HEADS["eager"]), [base | {"advantages": torch.zeros(shape)}], [hidden])
 
 
+MASKS = {"bool": torch.bool, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "uint8": torch.uint8}
+
+
+@pytest.mark.parametrize("dtype", MASKS.values(), ids=MASKS)
+def test_m06_masks_of_any_type(dtype: torch.dtype) -> None:
+    """The functions on `[B, T]` take a mask of any type for the same numbers."""
+    values, rewards = torch.tensor([[0.5, -1.0, 3.0]]), torch.tensor([[0.0, 1.0, 9.0]])
+    exact, mask = torch.tensor([[True, True, False]]), torch.tensor([[1, 1, 0]]).to(dtype)
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda m: masked_mean(values, m),
+        lambda m: masked_whiten(values, m),
+        lambda m: gae(rewards, values, m, 0.9, 0.8)[0],
+        lambda m: compute_advantages("reinforce_plus_plus", rewards=rewards, mask=m),
+        lambda m: agg_loss(values, m, "token-mean"),
+        lambda m: compute_rewards(torch.tensor([1.0]), values, values - 0.1, m, 0.1).rewards,
+    ]
+    for call in calls:
+        assert torch.equal(call(mask), call(exact))
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "rollout_is_weights"])
+def test_m06_a_tensor_that_would_broadcast_is_refused(name: str) -> None:
+    config = grpo(HEADS["eager"], use_kl_loss=True, kl_loss_type="k3")
+    good = policy_batch([-1.0, -1.0], [1.0, 1.0], ref_logprobs=row(-1.0, -1.0))
+    spread = {(1,), (1, 1)} if name == "rollout_is_weights" else set()  # one for each sequence
+    for shape in {(1,), (2,), (1, 1), (2, 1), (1, 2, 1), (1, 3), ()} - spread:
+        with pytest.raises(BatchError, match=name):
+            config.build(good | {name: torch.zeros(shape)})
+
+
 @every_mode
 def test_m07_inputs_get_no_gradient(head: Head) -> None:
     config = grpo(head, use_kl_loss=True, kl_loss_type="k3")
@@ -314,82 +443,3 @@ def test_g10_on_policy_has_the_gradient_of_old_equal_to_new(head: Head, plain_ra
     step = run_step(grpo(head, policy_loss_cfg={"loss_type": plain_ratio}, on_policy=True), [batch], [tok(-1.0)])
     assert step.loss == pytest.approx(-2.0, abs=1e-6)
     assert step.rows[0] == pytest.approx([-2.0 * 0.6321206, 2.0 * 0.6321206], abs=1e-6)
-
-
-# E18: a field changes something, or is refused, in every mode. A row: field, another value, what else it needs.
-OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ignore_idx": (1, {}),
-    "temperature": (0.7, {}),
-    "logit_scale": (0.5, {}),
-    "logit_softcap": (2.0, {}),
-    "entropy_metric": (True, {}),
-    "policy_loss_cfg": (PLAIN | {"cliprange_high": 0.05}, {}),
-    "use_kl_loss": (False, {"use_kl_loss": True, "kl_loss_coef": 0.5}),
-    "kl_loss_coef": (0.7, {"use_kl_loss": True}),
-    "kl_loss_type": ("k2", {"use_kl_loss": True}),
-    "kl_value_cap": (0.01, {"use_kl_loss": True, "kl_loss_coef": 0.5}),
-    "kl_importance": ("sequence_mean", {"use_kl_loss": True, "kl_loss_coef": 0.5}),
-    "entropy_coef": (0.1, {}),
-    "off_policy_limit": (0.0, {}),
-    "top_entropy_quantile": (0.5, {}),
-    "loss_reduction": ("sample", {}),
-    "loss_length": (3.0, {"loss_reduction": "constant", "loss_length": 7.0}),
-    "rollout_is": ({"rollout_is_threshold": (1.01, 0.99)}, {}),
-    "on_policy": (True, {}),
-    "check_finite": (True, {}),
-}
-# Fields whose effect is on time, memory, precision, other ranks or an option that liger refuses; each has its own test.
-NO_NUMBER = {
-    "entropy_reduction",
-    "mode",
-    "chunk_size",
-    "logits_dtype",
-    "skip_zero_rows",
-    "reduce_loss",
-    "grad_reduction",
-}
-
-
-def test_e18_every_field_is_listed() -> None:
-    assert set(GRPOLossConfig.model_fields) == OTHER.keys() | NO_NUMBER
-
-
-def e18_step(head: Head, fields: dict[str, Any], broken: str = "") -> Step:
-    batch = {
-        "shifted_labels": torch.tensor([[0, 1, 2, 0, 1]]),
-        "num_tokens": [2, 3],
-        "old_logprobs": row(-1.2, -1.9, -0.7, -2.0, -1.0),
-        "ref_logprobs": row(-1.0, -1.1, -0.9, -1.4, -1.2),
-        "rollout_logprobs": row(-1.6, -1.5, -1.2, -1.1, -0.2),
-        "selection_entropy": row(0.9, 0.2, 0.5, 0.7, 0.1),
-        "advantages": row(1.0, -1.0, 2.0, -0.5, 0.7),
-    }
-    if broken == "check_finite":
-        batch["old_logprobs"][0, 0] = math.nan
-    if broken == "on_policy":
-        del batch["old_logprobs"]
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(1, 5, 3, generator=generator, dtype=torch.float64)
-    weight = torch.randn(3, 3, generator=generator, dtype=torch.float64)
-    return run_step(grpo(head, **fields), [batch], [hidden], weight)
-
-
-@every_mode
-@pytest.mark.parametrize("name", OTHER)
-def test_e18_no_field_is_ignored(head: Head, name: str) -> None:
-    value, base = OTHER[name]
-    before: Any
-    after: Any
-    try:
-        before = e18_step(head, base, name)
-    except BatchError as error:
-        before = str(error)
-    try:
-        after = e18_step(head, base | {name: value}, name)
-    except (BatchError, ConfigError) as error:
-        after = str(error)
-        assert name in after or name == "check_finite"
-    if isinstance(before, Step) and isinstance(after, Step):
-        assert before.extra.keys() != after.extra.keys() or before.loss != pytest.approx(after.loss, rel=1e-6)
-    else:
-        assert before != after
