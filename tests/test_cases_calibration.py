@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from rlloss import CELossConfig, GRPOLossConfig, LogProbConfig, Totals
+from rlloss import CELossConfig, GRPOLossConfig, LogProbConfig, RolloutImportanceSampling, Totals
 from steps import HEADS, assert_same, every_mode, eye, labels, nll_step, row, run_step, tok
 
 Head = dict[str, Any]
@@ -55,12 +56,27 @@ def test_a04_shards_of_one_sequence_average_to_the_mean(head: Head) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("reduction", ["token", "sample"])
+def test_a04_as_it_was_reported(head: Head) -> None:
+    """8 ranks of one sequence, 100 tokens each; 0.125 where the sum over ranks is divided by 8 once more."""
+    config, totals = CELossConfig(reduce_loss=False, **head), Totals(tokens=800, sequences=1, world=8)
+    assert nll_step(config, [[1.0] * 100], totals=totals).loss == pytest.approx(1.0, abs=1e-6)
+
+
+@every_mode
+@pytest.mark.parametrize("reduction", ["token", "sample", "square", "prompt", "sequence_sum", "constant"])
 def test_a05_a_masked_sample_is_not_counted(head: Head, reduction: str) -> None:
-    batch = {"shifted_labels": torch.cat([labels(1, 1, 1, 1), labels(0, 0, 0, 0)])}
-    hidden = torch.cat([tok(-1.0, -1.0, -1.0, -1.0)] * 2)
-    step = run_step(CELossConfig(loss_reduction=reduction, **head), [batch], [hidden])
-    assert step.loss == pytest.approx(1.0, abs=1e-6)
+    """A mean stays 1.0, a sum over the sequence 4.0 (and that over L = 4 is 1.0), wherever the masked sample lies."""
+    fields: dict[str, Any] = {"loss_length": 4.0} if reduction == "constant" else {}
+    config = grpo(head, policy_loss_cfg={"loss_type": "reinforce"}, loss_reduction=reduction, **fields)
+    counted = {"shifted_labels": labels(1, 1, 1, 1), "advantages": torch.ones(1), "group_ids": torch.tensor([1])}
+    masked = counted | {"shifted_labels": labels(0, 0, 0, 0), "group_ids": torch.tensor([0])}
+    both = {name: torch.cat([counted[name], masked[name]]) for name in counted}
+    hidden = tok(-1.0, -1.0, -1.0, -1.0)
+    expected = 4.0 if reduction == "sequence_sum" else 1.0
+    for batches, states in (([both], [torch.cat([hidden, hidden])]), ([masked, counted], [hidden, hidden])):
+        whole = {"num_prompts": 2} if len(batches) == 1 else {"num_prompts": 2, "num_tokens": [4]}
+        step = run_step(config, [batch | whole for batch in batches], states)
+        assert step.loss == pytest.approx(expected, abs=1e-6)
 
 
 @every_mode
@@ -126,6 +142,40 @@ def test_a12_the_reduction_takes_effect(head: Head, reduction: str, expected: fl
     assert run_step(config, apart, [tok(-2.0), tok(-1.0, -1.0, -1.0)]).loss == pytest.approx(expected, abs=1e-6)
 
 
+A12 = {"token": 1.25, "sample": 1.5, "sequence_sum": 2.5, "constant": 0.625, "sum": 5.0}
+
+
+@every_mode
+@pytest.mark.parametrize("reduction", A12)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a12_every_reduction_of_a_policy_loss(head: Head, reduction: str, apart: bool) -> None:
+    """The constant reduction divides by L = 4 and by the number of sequences (without them it would be 1.25)."""
+    fields: dict[str, Any] = {"loss_length": 4.0} if reduction == "constant" else {}
+    config = grpo(head, policy_loss_cfg={"loss_type": "reinforce"}, loss_reduction=reduction, **fields)
+    batches = [policy_batch([-2.0], [1.0]), policy_batch([-1.0] * 3, [1.0] * 3) | {"num_tokens": [3]}]
+    hidden = [tok(-2.0), tok(-1.0, -1.0, -1.0)]
+    if not apart:
+        batches = [policy_batch([-1.0] * 4, [1.0] * 4) | {"num_tokens": [1, 3]}]
+        hidden = [torch.cat(hidden, dim=1)]
+    assert run_step(config, batches, hidden).loss == pytest.approx(A12[reduction], abs=1e-6)
+
+
+@every_mode
+def test_a14_masked_tokens_add_nothing_in_any_mode(head: Head) -> None:
+    """Each of the two tokens has weight 0.5, and the slope of its row is 0.5 (1 - p)."""
+    batch = {
+        "shifted_labels": torch.tensor([[0, -100], [0, -100]]),
+        "old_logprobs": torch.full((2, 2), -1.0, dtype=torch.float64),
+        "advantages": torch.tensor([[-1.0, -100.0], [-1.0, 50.0]], dtype=torch.float64),
+    }
+    step = run_step(grpo(head), [batch], [tok(-1.0, -1.0).expand(2, -1, -1)])
+    assert step.loss == pytest.approx(1.0, abs=1e-6)
+    slope = 0.5 * 0.6321206
+    assert step.rows[0] == pytest.approx([slope, -slope], abs=1e-6)
+    assert step.rows[2] == pytest.approx([slope, -slope], abs=1e-6)
+    assert step.rows[1] == step.rows[3] == [0.0, 0.0]
+
+
 def test_a14_masked_tokens_add_nothing() -> None:
     log_probs = torch.full((2, 2), -1.0, dtype=torch.float64, requires_grad=True)
     batch = {
@@ -160,6 +210,37 @@ def test_k03_the_logged_loss_is_that_of_the_step(head: Head) -> None:
         step = nll_step(CELossConfig(**head), parts)
         assert step.extra["loss"] == pytest.approx(1.25, abs=1e-6)
         assert step.extra["tokens"] == 4
+
+
+@every_mode
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3], [1, 0], [2]]], ids=str)
+def test_k03_tokens_are_divided_by_tokens_and_sequences_by_sequences(head: Head, parts: list[list[int]]) -> None:
+    """Sequences of 1, 2, 3 and 4 tokens; a veto hits the first, and one token of the last is clipped."""
+    lengths = [1, 2, 3, 4]
+    rule = RolloutImportanceSampling.veto(0.5, 2.0)
+    batches, hidden = [], []
+    for part in parts:
+        n = sum(lengths[s] for s in part)
+        old = [-3.0 if s == 3 and t == 0 else -1.0 for s in part for t in range(lengths[s])]
+        rollout = [old[i] if s else -9.0 for i, s in enumerate(s for s in part for _ in range(lengths[s]))]
+        lay = {"rollout_logprobs": row(*rollout), "num_tokens": [lengths[s] for s in part]}
+        batches.append(policy_batch(old, [1.0] * n) | lay)
+        hidden.append(tok(*[-1.0] * n))
+    extra = run_step(grpo(head, rollout_is=rule), batches, hidden).extra
+    assert extra["rollout_rejected_tokens"] == pytest.approx(1 / 10)
+    assert extra["rollout_rejected_sequences"] == pytest.approx(1 / 4)
+    assert extra["rollout_vetoed_sequences"] == pytest.approx(1 / 4)
+    assert extra["clip_frac_high"] == pytest.approx(1 / 9)
+    assert (extra["tokens"], extra["sequences"]) == (9, 3)
+
+
+@every_mode
+def test_k03_the_logged_loss_does_not_depend_on_the_ranks(head: Head) -> None:
+    """The number of a rank is its share: the same whatever the factor of a wrapper that averages."""
+    for world in (1, 2, 4):
+        config, totals = CELossConfig(reduce_loss=False, **head), Totals(tokens=4, sequences=4, world=world)
+        shares = [nll_step(config, [part], totals=totals).extra["loss"] for part in ([2.0], [1.0, 1.0, 1.0])]
+        assert math.fsum(shares) == pytest.approx(1.25, abs=1e-6)
 
 
 @every_mode

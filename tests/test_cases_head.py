@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlloss import CELossConfig, GRPOLossConfig, LogProbConfig
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BackendUnavailableError, BatchError, ConfigError
 from steps import HEADS, assert_same, eager_and_chunk, every_mode, eye, labels, run_step, tok, w3
 
 Head = dict[str, Any]
@@ -186,6 +187,13 @@ def test_e23_liger_and_all_modes_run_on_the_cpu(head: Head) -> None:
     assert step.loss == pytest.approx(W3_LOSS, abs=1e-6)
 
 
+def test_e23_without_liger_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss.fused_linear_ppo", None)
+    context = w3_context(CELossConfig(mode="liger"))
+    with pytest.raises(BackendUnavailableError, match=r"mode='liger' needs liger_kernel.*pip install.*mode='chunk'"):
+        context.forward(*w3_leaves())
+
+
 @every_mode
 def test_f01_temperature_divides_the_logits(head: Head) -> None:
     logits = torch.tensor([[[2.0, 0.0]]], dtype=torch.float64)
@@ -228,13 +236,33 @@ def test_f04_bf16_ratios_are_exactly_one_on_policy(head: Head) -> None:
 
 def test_f04_bf16_log_probs_agree_across_modes() -> None:
     hidden, weight, targets = random_batch(64, set(), torch.bfloat16)
-    found = [
-        LogProbConfig(logits_dtype="float32", **head).build({"shifted_labels": targets}).forward(hidden, weight).loss
-        for head in HEADS.values()
-        if head["mode"] != "liger"
-    ]
-    for log_probs in found[1:]:
-        assert (log_probs - found[0]).abs().max() < 1e-3
+    exact = hidden.double() @ weight.double().T
+    rounded = exact.bfloat16().double()
+    for dtype, logits in (("float32", exact), ("auto", rounded)):
+        expected = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+        found = [
+            LogProbConfig(logits_dtype=dtype, **head).build({"shifted_labels": targets}).forward(hidden, weight).loss
+            for head in HEADS.values()
+        ]
+        for log_probs in found:
+            assert (log_probs - found[0]).abs().max() < 1e-3
+            assert (log_probs - expected).abs().max() < 1e-4
+            assert log_probs.max() <= 0.0
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+def test_f06_a_million_tokens_in_bfloat16(mode: Any) -> None:
+    """A bfloat16 sum of ones stops at 256: nothing is added up in the dtype of the inputs."""
+    n = 1_000_000
+    hidden = tok(-1.0, -2.0).bfloat16().repeat(1, n // 2, 1)
+    config = CELossConfig(mode=mode, chunk_size=8192, logits_dtype="float32")
+    step = run_step(config, [{"shifted_labels": torch.zeros(1, n, dtype=torch.long)}], [hidden], eye().bfloat16())
+    pair = hidden[0, :2].double()
+    log_probs = pair.log_softmax(-1)
+    assert step.loss == pytest.approx(-float(log_probs[:, 0].mean()), rel=1e-6)
+    assert step.extra["tokens"] == n
+    expected = (log_probs.exp() - torch.tensor([1.0, 0.0])).T @ pair / 2
+    assert torch.allclose(step.weight_grad.double(), expected, rtol=2.0**-8, atol=0.0)
 
 
 def test_tok_rows_have_their_log_prob() -> None:

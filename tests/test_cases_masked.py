@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlloss import CELossConfig, GRPOLossConfig
+from rlloss import CELossConfig, GRPOLossConfig, RolloutImportanceSampling
 from rlloss.errors import BatchError
 from steps import HEADS, Step, assert_same, eager_and_chunk, every_mode, eye, labels, nll_step, row, run_step, tok
 
@@ -114,6 +114,39 @@ def test_b03_garbage_at_a_masked_position_changes_no_bit(head: Head, garbage: fl
     assert torch.equal(step.weight_grad, clean.weight_grad)
     assert torch.equal(step.hidden_grads[0], clean.hidden_grads[0])
     assert step.extra == clean.extra
+
+
+ALL_REDUCTIONS = ("token", "sample", "square", "sequence_sum", "constant", "prompt", "sum")
+
+
+@every_mode
+@pytest.mark.parametrize("reduction", ALL_REDUCTIONS)
+@pytest.mark.parametrize("loss_type", ["vanilla", "gspo"])
+def test_b03_garbage_changes_no_bit_under_any_reduction(head: Head, reduction: str, loss_type: str) -> None:
+    """Everything at the masked position is NaN at once, the engine's log-probs too."""
+    fields: dict[str, Any] = {"loss_length": 4.0} if reduction == "constant" else {}
+    config = grpo(
+        head,
+        policy_loss_cfg={"loss_type": loss_type},
+        use_kl_loss=True,
+        loss_reduction=reduction,
+        rollout_is=RolloutImportanceSampling.mis(0.1, 9.0, level="sequence"),
+        **fields,
+    )
+    batch = batch_of((1, 0, 1), (-1.1, -1.0, -0.8), (1.0, 1.0, -2.0), torch.float32)
+    batch |= dict.fromkeys(("ref_logprobs", "rollout_logprobs"), batch["old_logprobs"] - 0.1)
+    batch |= {"group_ids": torch.tensor([0]), "num_prompts": 1, "num_tokens": [3]}
+    hidden = tok(-1.0, -1.0, -0.9).float()
+    clean = run_step(config, [batch], [hidden], eye().float())
+    soiled = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages"):
+        soiled[name][0, 1] = NAN
+    step = run_step(config, [soiled], [torch.where(labels(1, 0, 1)[..., None] == 0, hidden, NAN)], eye().float())
+    assert step.losses == clean.losses
+    assert torch.equal(step.weight_grad, clean.weight_grad)
+    assert torch.equal(step.hidden_grads[0], clean.hidden_grads[0])
+    assert step.extra == clean.extra
+    assert step.loss != 0.0
 
 
 @every_mode

@@ -36,6 +36,18 @@ for mode in ("eager", "liger"):
 for mine, theirs in zip(*found):
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 assert float(found[1][0]) > 0.1
+# Case E25: the logits of the report, under a head that is the identity.
+report = torch.tensor([
+    [-0.1118, 0.0162, 0.0956], [-0.1134, 0.0088, 0.1046], [-0.1737, 0.1315, 0.0422], [-0.0921, 0.0728, 0.0194]
+])
+reported = CELossConfig(mode="liger")
+(case,) = reported.loss_ctx_cls.build_batches([reported.build({"shifted_labels": torch.zeros(1, 4, dtype=torch.long)})])
+logits = report[None].clone().requires_grad_()
+loss = case.forward(logits, torch.eye(3)).loss
+loss.backward()
+assert abs(float(loss.detach()) - 1.2258632) < 2e-5, loss
+expected = (report.softmax(-1) - torch.tensor([1.0, 0.0, 0.0])) / 4
+torch.testing.assert_close(logits.grad[0], expected, rtol=1e-5, atol=1e-6)
 try:
     loss = context.forward(*leaves).loss
     torch.autograd.grad(loss, leaves, create_graph=True)
@@ -53,6 +65,7 @@ except TypeError:
 
 
 def test_e25_the_kernel_gives_eager_numbers() -> None:
+    """The report's loss is 1.2258632 (its logits are printed to four digits); it got 0."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlloss import GRPOLossConfig, GRPOLossContext, Totals
-from rlloss.errors import BatchError
+from rlloss import GRPOLossConfig, GRPOLossContext, Totals, get_policy_loss, policy_loss_names
+from rlloss.errors import BatchError, ConfigError
 
 LOSSES = (
     "vanilla", "reinforce", "importance", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "topr", "opmd", "gspo", "gmpo",
@@ -24,7 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl_cov": {"kl_cov_ratio": 0.3},
 }
 REDUCTIONS = ("token", "sample", "square", "sequence_sum", "constant", "prompt", "sum")
-MODES = ("log_probs", "eager", "chunk")
+MODES = ("log_probs", "eager", "chunk", "liger")
+# liger's log-probs are float32; what a loss makes of them is a few times less exact.
+TOLERANCE: dict[str, dict[str, float]] = {"liger": {"rtol": 2e-5, "atol": 5e-6}}
 PER_TOKEN = ("shifted_labels", "log_probs", "old_logprobs", "advantages", "ref_logprobs", "rollout_is_weights")
 Rows = list[dict[str, Tensor]]
 
@@ -111,11 +113,80 @@ def evaluate(
 def test_no_split_and_no_way_changes_anything(loss: str, step: tuple[Rows, list[int], str, str]) -> None:
     rows, parts, reduction, way = step
     whole, grads = evaluate(configure(loss, reduction, "log_probs"), rows, [0] * len(rows), "log_probs")
-    cut, cut_grads = evaluate(configure(loss, reduction, way), rows, parts, way)
-    torch.testing.assert_close(cut, whole, rtol=1e-9, atol=1e-10)
-    for row, mine, theirs in zip(rows, cut_grads, grads, strict=True):
-        expected = theirs if way == "log_probs" else theirs * -torch.expm1(row["log_probs"])
-        torch.testing.assert_close(mine if way == "log_probs" else mine[:, 0], expected, rtol=1e-9, atol=1e-10)
+    compare(evaluate(configure(loss, reduction, way), rows, parts, way), (whole, grads), rows, way)
+
+
+def compare(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]], rows: Rows, way: str) -> None:
+    """A step in a way against the whole step by log-probs."""
+    bounds = TOLERANCE.get(way, {"rtol": 1e-9, "atol": 1e-10})
+    torch.testing.assert_close(found[0].double(), expected[0], **bounds)
+    for row, mine, theirs in zip(rows, found[1], expected[1], strict=True):
+        slope = 1.0 if way == "log_probs" else -torch.expm1(row["log_probs"])
+        torch.testing.assert_close(mine if way == "log_probs" else mine[:, 0], theirs * slope, **bounds)
+
+
+def fixed_step(seed: int, extreme: bool = False) -> tuple[Rows, list[int]]:
+    """Five sequences in three micro-batches, one of them fully masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(n: int) -> Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    rows = []
+    for i, n in enumerate((3, 1, 5, 2, 4)):
+        log_prob = -2.5 * torch.rand(n, generator=generator, dtype=torch.float64) - 0.05
+        labels = torch.where(torch.rand(n, generator=generator) < (1.0 if i == 3 else 0.25), -100, 0)
+        rows.append(
+            {
+                "shifted_labels": labels,
+                "log_probs": log_prob,
+                "old_logprobs": log_prob + (1e4 if extreme else 0.5) * normal(n),
+                "advantages": torch.randint(-2, 3, (n,), generator=generator).double() * 0.7,
+                "ref_logprobs": log_prob + (1e4 if extreme else 0.3) * normal(n),
+                "rollout_is_weights": 0.5 + torch.rand(n, generator=generator, dtype=torch.float64),
+                "group": torch.tensor([i % 2]),
+            }
+        )
+    return rows, [0, 2, 0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:a row .1, T. without")
+@pytest.mark.parametrize("way", MODES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_under_every_reduction_in_every_way(loss: str, way: str) -> None:
+    """The split changes nothing; log-ratios of 10^4 to the old and reference policy stay finite."""
+    rows, parts = fixed_step(LOSSES.index(loss))
+    far, _ = fixed_step(LOSSES.index(loss), extreme=True)
+    for reduction in REDUCTIONS:
+        whole = evaluate(configure(loss, reduction, "log_probs"), rows, [0] * len(rows), "log_probs")
+        compare(evaluate(configure(loss, reduction, way), rows, parts, way), whole, rows, way)
+        total, grads = evaluate(configure(loss, reduction, way), far, parts, way)
+        assert bool(total.isfinite()), reduction
+        assert all(bool(grad.isfinite().all()) for grad in grads), reduction
+
+
+def test_no_built_in_loss_is_left_out() -> None:
+    own = {name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("rlloss.")}
+    assert own == set(LOSSES)
+
+
+@pytest.mark.filterwarnings("ignore:GRPOLossConfig. the paper of policy loss")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_liger_mode_refuses_by_name(loss: str) -> None:
+    policy = {"loss_type": loss, **OPTIONS.get(loss, {})}
+    refused = {"entropy_coef": 0.1, "entropy_metric": True, "logit_softcap": 30.0, "logit_scale": 2.0}
+    for name, value in refused.items():
+        with pytest.raises(ConfigError, match=rf"mode='liger' does not support {name}={value}.*Use mode='chunk'"):
+            GRPOLossConfig(policy_loss_cfg=policy, mode="liger", **{name: value})  # type: ignore[arg-type]
+    config = GRPOLossConfig(policy_loss_cfg=policy, mode="liger")
+    labels, numbers = torch.zeros(1, 2, dtype=torch.long), -torch.ones(1, 2)
+    batch = {"shifted_labels": labels, "old_logprobs": numbers, "advantages": numbers, "num_tokens": [2]}
+    (context,) = GRPOLossContext.build_batches([config.build(batch | {"temperature": torch.ones(1, 2)})])
+    with pytest.raises(ConfigError, match=r"mode='liger' takes one temperature.*Use mode='chunk'"):
+        context.forward(torch.zeros(1, 2, 2), torch.eye(2))
+    (context,) = GRPOLossContext.build_batches([config.build(batch)])
+    with pytest.raises(ConfigError, match=r"mode='liger' cannot take -inf in head_bias.*Use mode='chunk'"):
+        context.forward(torch.zeros(1, 2, 2), torch.eye(2), torch.tensor([0.0, -torch.inf]))
 
 
 @pytest.mark.filterwarnings("ignore:a row .1, T. without")
@@ -136,11 +207,11 @@ def test_garbage_changes_no_bit(loss: str, step: tuple[Rows, list[int], str, str
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(step=steps(extreme=True))
 def test_extreme_ratios_stay_finite(loss: str, step: tuple[Rows, list[int], str, str]) -> None:
-    rows, parts, reduction, _ = step
+    rows, parts, reduction, way = step
     single = [{name: v.float() if v.is_floating_point() else v for name, v in row.items()} for row in rows]
-    config = configure(loss, reduction, "log_probs")
+    config = configure(loss, reduction, way)
     for data in (rows, single):
-        total, grads = evaluate(config, data, parts, "log_probs")
+        total, grads = evaluate(config, data, parts, way)
         assert bool(total.isfinite())
         assert all(bool(grad.isfinite().all()) for grad in grads)
 
