@@ -53,7 +53,7 @@ def numbers(function: ast.FunctionDef, module: ast.Module) -> set[float]:
     return found
 
 
-def tests() -> Iterator[tuple[ast.FunctionDef, ast.Module]]:
+def every_test() -> Iterator[tuple[ast.FunctionDef, ast.Module]]:
     """All test functions but those of the peers' defects, which have ids of their own."""
     for path in sorted(set(TESTS.rglob("test_*.py")) - {TESTS / "test_peer_defects.py"}):
         module = ast.parse(path.read_text())
@@ -66,7 +66,7 @@ def tests() -> Iterator[tuple[ast.FunctionDef, ast.Module]]:
 def claimed() -> dict[str, set[float]]:
     """Ids, and the numbers of the tests that claim them."""
     found: dict[str, set[float]] = defaultdict(set)
-    for function, module in tests():
+    for function, module in every_test():
         ids = claims(function)
         assert not ids or looks(function), f"{function.name} asserts nothing"
         for case in ids:
