@@ -26,7 +26,7 @@ def claims(function: ast.FunctionDef) -> set[str]:
 def looks(function: ast.FunctionDef) -> bool:
     """Whether a test can fail: it has an assertion, a `raises`, or calls something that compares."""
     text = ast.unparse(function)
-    return any(word in text for word in ("assert", "pytest.raises", "pytest.warns"))
+    return any(word in text for word in ("assert", "pytest.raises", "pytest.warns", "same(", "compare("))
 
 
 def numbers(function: ast.FunctionDef, module: ast.Module) -> set[float]:
