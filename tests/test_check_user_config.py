@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rlloss import policy_loss_names, unregister_policy_loss
+from rlloss.cli import main
+
 ROOT = Path(__file__).parents[1]
 
 FORMULA = """
@@ -63,19 +66,38 @@ FILES = {
 }
 
 
+def failures(printed: str) -> list[str]:
+    """Lines of what does not hold."""
+    return [line.strip() for line in printed.splitlines() if line.strip().startswith("FAIL")]
+
+
 @pytest.mark.parametrize("case", FILES)
-def test_a_wrong_level_is_found(case: str, tmp_path: Path) -> None:
+def test_a_wrong_level_is_found_and_a_right_one_is_not(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, finding = FILES[case]
     path = tmp_path / "config_of_a_user.py"
     path.write_text(source)
+    try:
+        status = main(["check", str(path)])
+    finally:
+        if "of_a_user" in policy_loss_names():
+            unregister_policy_loss("of_a_user")
+    found = failures(capsys.readouterr().out)
+    assert status == (0 if finding is None else 1), found
+    if finding is None:
+        assert found == []
+    else:
+        (level,) = [line for line in found if line.startswith(f"FAIL {finding}")]
+        assert "declared level 'token'" in level
+        assert "Declare level='sequence'" in level
+
+
+def test_the_command_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "config_of_a_user.py"
+    path.write_text(FILES["formula across tokens"][0])
     done = subprocess.run(
         [sys.executable, "-m", "rlloss", "check", str(path)], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.strip().startswith("FAIL")]
-    assert done.returncode == (0 if finding is None else 1), done.stdout + done.stderr
-    assert done.stderr == ""
-    if finding is None:
-        assert failed == []
-    else:
-        assert finding in failed, done.stdout
-        assert "token" in next(line for line in done.stdout.splitlines() if "FAIL level" in line)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert any(line.startswith("FAIL level") for line in failures(done.stdout))
