@@ -17,7 +17,7 @@ from rlloss.training.config import OptimizerConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.optimizer import apply_gradients, learning_rate, make_optimizer, optimizer_tensors
 from rlloss.training.ranks import gather_rows, share
-from rlloss.training.sharding import reduce_gradients
+from rlloss.training.sharding import prepare_backward
 from rlloss.training.trace import Trace
 
 Batch = dict[str, Tensor]
@@ -101,7 +101,7 @@ def accumulate(
     if trace is not None:
         arguments["return_tokens"] = True
     for place, (context, batch) in enumerate(zip(contexts, batches, strict=True)):
-        reduce_gradients(network, place + 1 == len(contexts))
+        prepare_backward(network, context.loss_cfg.mode, place + 1 == len(contexts))
         loss, (_, extra) = network(batch, context, **arguments)
         loss.backward()
         if trace is not None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlloss.distributed import world_size
+from rlloss.losses.lm_head import LMHead
 from rlloss.training.model import Policy
 
 
@@ -69,10 +70,20 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def reduce_gradients(network: nn.Module, now: bool) -> None:
-    """Says whether the next backward averages gradients over the ranks, or adds its own to what it will average."""
-    if isinstance(network, FSDPModule):
-        network.set_requires_gradient_sync(now)
+def prepare_backward(network: nn.Module, mode: str, last: bool) -> None:
+    """Says what the next backward of a sharded network gathers and reduces; does nothing on one rank.
+
+    Args:
+        network: The root.
+        mode: Of the loss; in chunk mode the head's gradients exist after forward, and its weight is not gathered again.
+        last: Whether this is the last micro-batch, after which gradients are averaged over the ranks.
+    """
+    if not isinstance(network, FSDPModule):
+        return
+    network.set_requires_gradient_sync(last)
+    head = getattr(network, "head", None)
+    if isinstance(head, LMHead) and isinstance(head, FSDPModule):
+        head.set_unshard_in_backward(mode != "chunk")
 
 
 def _full(value: Tensor) -> Tensor:
