@@ -371,3 +371,12 @@ def test_one_kernel_that_gives_the_sum_alone(monkeypatch: pytest.MonkeyPatch) ->
     _, output, _ = run(config)
     assert torch.equal(output.per_token.log_prob, plain.log_prob)
     assert total(output.per_token) == pytest.approx(output.loss.item(), rel=1e-5)
+
+
+def test_a_token_that_nothing_pushes_is_not_clipped() -> None:
+    batch, hidden = data()
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    context = GRPOLossConfig(mode="chunk").build(batch)
+    type(context).build_batches([context])
+    record = context.forward(hidden, STEP.weight, STEP.bias, return_tokens=True).per_token
+    assert not record.clipped.any() and bool((record.loss == 0).all())
