@@ -50,7 +50,7 @@ gpu: $(READY)  ## what only a CUDA device can show, in at most five minutes
 	$(PY) -m pytest tests/gpu -m gpu -rA --junitxml=gpu.xml
 
 mutants: $(READY)  ## break the formulas one by one; every break must turn a test red
-	$(PY) -m tests.mutants
+	OMP_NUM_THREADS=1 $(PY) -m tests.mutants
 
 versions:  ## the oldest and the newest torch, pydantic and Liger, each in an environment of its own; downloads several GB
 	$(PYTHON3) -m tests.versions $(if $(ONLY),--only $(ONLY))

@@ -2,8 +2,8 @@
 
 Mutants are generated from the syntax tree of each formula file: operators, comparisons, constants, min and max, signs,
 detach, denominators, the branches of `where`. Each is put into the functions of the running interpreter, and then the
-tests that `mutants_files.py` names for its file run until one fails. What was killed is kept in `.mutants.json` as long
-as the file stays as it is, so that an interrupted run goes on where it was.
+tests that `mutants_files.py` names for its file run until one fails. What was killed is kept in `.mutants/` as
+long as the file stays as it is: an interrupted run goes on where it was, and two runs may share the files.
 
     python -m tests.mutants [--limit SECONDS] [FILE...]
 
@@ -34,7 +34,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 ROOT = Path(__file__).parent.parent
-KEPT = ROOT / ".mutants.json"
+KEPT = ROOT / ".mutants"
 TEST_SECONDS = 20
 """A test that takes longer hangs, and has found its mutant."""
 
@@ -254,14 +254,16 @@ def fits(nodeid: str, part: str) -> bool:
     return nodeid.startswith(f"tests/{path}::") and all(word in own for word in text.split("&"))
 
 
-def hunt(file: str, kept: dict[str, dict[str, Any]], stop: float) -> Hunt:
+def hunt(file: str, stop: float) -> Hunt:
     """Runs the mutants of one file, and keeps what was killed."""
     from mutants_files import FILES
 
     source = hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
-    if kept.get(file, {}).get("source") != source:
-        kept[file] = {"source": source, "killed": {}}
-    found = Hunt(file, kept[file]["killed"], stop)
+    place = KEPT / f"{file.replace('/', '.')}.json"
+    kept = json.loads(place.read_text()) if place.exists() else {}
+    if kept.get("source") != source:
+        kept = {"source": source, "killed": {}}
+    found = Hunt(file, kept["killed"], stop)
     paths = dict.fromkeys(f"tests/{part.partition('::')[0]}" for part in FILES[file].tests)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -269,7 +271,8 @@ def hunt(file: str, kept: dict[str, dict[str, Any]], stop: float) -> Hunt:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         sys.stdout.write(f"{said.getvalue()[-2000:]}\n{file}: the tests could not run ({status!r})\n")
         found.complete = False
-    KEPT.write_text(json.dumps(kept, indent=1))
+    KEPT.mkdir(exist_ok=True)
+    place.write_text(json.dumps(kept, indent=1))
     return found
 
 
@@ -289,10 +292,9 @@ def main(arguments: list[str]) -> int:
     quick = {"phases": [hypothesis.Phase.explicit, hypothesis.Phase.generate], "database": None, "derandomize": True}
     hypothesis.settings.register_profile("mutants", **quick)  # type: ignore[arg-type]
     hypothesis.settings.load_profile("mutants")
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     total, survivors, used, complete = 0, 0, set(), True
     for file in files:
-        found = hunt(file, kept, stop)
+        found = hunt(file, stop)
         total, complete = total + found.total, complete and found.complete
         for mutant in found.survivors:
             key = (mutant.function, mutant.change)

@@ -18,6 +18,8 @@ NO_METRIC_GRADIENT = "a metric has no graph, so detaching what it is made of cha
 UNUSED_BRANCH = "fills what the next line replaces"
 SAME_AT_DELTA = "at an error of delta both branches of Huber's loss have one value and one slope"
 SUMS_HAVE_NO_GRAPH = "a sum over ranks has no graph, so detaching its summands changes nothing"
+TELLS_APART = "any power of the mark of a batch differs where the mark does; its size is nowhere used"
+ANY_RANK = "any one rank of a sequence-parallel group may be the one that the others are compared with"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("clipped_surrogate", "advantages < 0 -> advantages <= 0"): NO_ADVANTAGE,
@@ -59,4 +61,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("_penalty", "0.0 -> 1.0"): UNUSED_BRANCH,
     ("_penalty", "size > huber_delta -> size >= huber_delta"): SAME_AT_DELTA,
     ("RunningMoments.update", "numbers.detach() -> numbers"): SUMS_HAVE_NO_GRAPH,
+    ("facts_of", "2 -> 3"): TELLS_APART,
+    ("facts_of", "0 -> 1"): ANY_RANK,
 }

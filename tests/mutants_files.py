@@ -62,7 +62,7 @@ FILES: dict[str, Formulas] = {
         _POLICY, ("_counts_of", "_prompt_tokens", "_with_totals", "_inverse_denominator", "_inverse")
     ),
     "rlloss/losses/policy_covariance.py": Formulas(_POLICY),
-    "rlloss/losses/agreement.py": Formulas(("test_agreement.py",), ("facts_of", "check_facts")),
+    "rlloss/losses/agreement.py": Formulas(("test_agreement.py",), ("facts_of", "check_facts", "_mark")),
     "rlloss/heads/softmax.py": Formulas(
         ("test_extra_words.py", "test_head_limits.py", "test_head_tiles.py", "test_losses_against_oracles.py"),
     ),

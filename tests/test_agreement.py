@@ -63,6 +63,8 @@ def test_ranks_that_fit_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         (({"part": (0, 2), "sequences": [2]}, {"part": (1, 2), "sequences": [3]}), "hold different batches"),
         (({"part": (0, 2), "sequences": [3]}, {"part": (1, 2), "sequences": [2]}), "hold different batches"),
         (({"part": (0, 2), "sequences": [2, 3]}, {"part": (1, 2), "sequences": [3, 2]}), "hold different batches"),
+        (({"part": (0, 2), "sequences": [2, 3]}, {"part": (1, 2), "sequences": [2, 4]}), "hold different batches"),
+        (({"part": (0, 2), "sequences": [3, 1]}, {"part": (1, 2), "sequences": [1, 2]}), "hold different batches"),
         (({"part": (0, 2), "sequences": [5]}, {"part": (1, 2), "sequences": [1, 1]}), "hold different batches"),
         (({"part": (0, 2), "sequences": [1, 1]}, {"part": (1, 2), "sequences": [5]}), "hold different batches"),
         (({"sequences": [1]}, {"sequences": [1, 1]}), r"unequal numbers of micro-batches \(3 in all\)"),
@@ -76,14 +78,18 @@ def test_ranks_that_do_not_fit_are_told(ranks: Any, message: str, monkeypatch: p
         check(monkeypatch, *[rank_of(**fields) for fields in ranks])
 
 
-def test_three_ranks_of_which_two_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of shapes may cancel, sums of their squares do not."""
-    with pytest.raises(BatchError, match="hold different batches"):
-        check(monkeypatch, *[rank_of([count], part=(number, 3)) for number, count in enumerate((2, 1, 3))])
-
-
 def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, rank_of([1]))
     problem = BatchError("here")
-    with pytest.raises(BatchError, match="here"):
+    with pytest.raises(BatchError) as caught:
         agreement.check_facts(rank_of(problem=problem), problem, True, None)
+    assert caught.value is problem
+
+
+def test_marks_are_small_and_their_squares_tell_what_sums_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = {agreement._mark(number) for number in range(50)}
+    assert len(marks) == 50
+    assert all(0 <= mark < 2**20 for mark in marks)
+    monkeypatch.setattr(agreement, "_mark", lambda said: said[0] if isinstance(said, list) else 7)
+    with pytest.raises(BatchError, match="hold different batches"):
+        check(monkeypatch, *[rank_of([count], part=(number, 3)) for number, count in enumerate((3, 2, 4))])

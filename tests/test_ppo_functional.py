@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import oracles_ppo as oracle
+import rlloss
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.controllers import AdaptiveKLController, FixedKLController
 from rlloss.functional.gae import gae
@@ -246,3 +247,14 @@ def test_only_the_prediction_gets_a_gradient() -> None:
     same(found["value_mean"].compute(), 0.0)
     same(found["returns_std"].compute(), math.sqrt(2 * 0.25**2), 1e-7)
     same(found["old_values_std"].compute(), math.sqrt(2 * 0.5**2), 1e-7)
+
+
+def test_gae_by_default_has_trls_factors_and_no_graph() -> None:
+    rewards, clean_rewards = numbers(3)
+    values, clean_values = numbers(4)
+    given = rewards.requires_grad_(), values.requires_grad_(), mask()
+    expected = oracle.gae(clean_rewards, clean_values, MASK, 1.0, 0.95, "skip")
+    for found, wanted in ((gae(*given)[0], expected[0]), (gae(*given)[1], expected[1])):
+        assert not found.requires_grad
+        same(found, wanted)
+    same(rlloss.compute_advantages("gae", rewards=given[0], values=given[1], mask=given[2]), expected[0])

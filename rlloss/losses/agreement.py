@@ -26,7 +26,7 @@ def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.d
     count, shape, weight = len(contexts), 0, 0
     if shard is not None and problem is None:
         # Sequences of each micro-batch, which the ranks of one sequence-parallel group must agree on.
-        shape = sum((place + 1) * (1 + context.layout.segments.count) for place, context in enumerate(contexts))
+        shape = _mark([context.layout.segments.count for context in contexts])
         weight = shard.ranks - 1 if shard.number == 0 else -1
     prompts, mark = (0, 0) if problem else (num_prompts_of(contexts), _mark_of(contexts[0].loss_cfg))
     facts = [problem is not None, count, count**2, prompts, prompts**2, mark, mark**2, shard is not None]
@@ -98,6 +98,11 @@ def _mark_of(config: Any) -> int:
     """Returns a number below 2^20 that differs between configs that would count or divide in another way."""
     terms = [(term.name, term.level, term.reduction, float(term.coef), term.loss_length) for term in config.terms()]
     said = (type(config).__name__, terms, config.reduce_loss, config.grad_reduction)
+    return _mark(said)
+
+
+def _mark(said: Any) -> int:
+    """Returns a number below 2^20, so that its square is exact, that differs where what is said differs."""
     return zlib.crc32(repr(said).encode()) & 0xFFFFF
 
 
