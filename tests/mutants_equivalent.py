@@ -20,6 +20,7 @@ SAME_AT_DELTA = "at an error of delta both branches of Huber's loss have one val
 SUMS_HAVE_NO_GRAPH = "a sum over ranks has no graph, so detaching its summands changes nothing"
 TELLS_APART = "any power of the mark of a batch differs where the mark does; its size is nowhere used"
 ANY_RANK = "any one rank of a sequence-parallel group may be the one that the others are compared with"
+ONE_NUMBER = "matters for fewer than two numbers only, whose spread is 0 whatever it is divided by"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("clipped_surrogate", "advantages < 0 -> advantages <= 0"): NO_ADVANTAGE,
@@ -63,4 +64,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("RunningMoments.update", "numbers.detach() -> numbers"): SUMS_HAVE_NO_GRAPH,
     ("facts_of", "2 -> 3"): TELLS_APART,
     ("facts_of", "0 -> 1"): ANY_RANK,
+    ("masked_sum", "0.0 -> 1.0"): UNUSED_BRANCH,
+    ("masked_mean", "1.0 -> 2.0"): EMPTY,
+    ("_moments", "0.0 -> 1.0"): ONE_NUMBER,
+    ("_moments", "degrees.clamp(min=1.0) -> degrees"): ONE_NUMBER,
+    ("_moments", "1.0 -> 0.0"): ONE_NUMBER,
+    ("_moments", "count > 1 -> count >= 1"): ONE_NUMBER,
+    ("_moments", "1 -> 0"): ONE_NUMBER,
+    ("_moments", "count.clamp(min=1.0) -> count"): EMPTY,
+    ("_moments", "values.detach() -> values"): SUMS_HAVE_NO_GRAPH,
 }

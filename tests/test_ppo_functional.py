@@ -258,3 +258,21 @@ def test_gae_by_default_has_trls_factors_and_no_graph() -> None:
         assert not found.requires_grad
         same(found, wanted)
     same(rlloss.compute_advantages("gae", rewards=given[0], values=given[1], mask=given[2]), expected[0])
+
+
+@pytest.mark.parametrize("kind", ["kl", "low_var_kl", "full"])
+def test_rewards_have_no_graph_and_are_zero_where_the_mask_is(kind: str) -> None:
+    shape = (1, 3, 2) if kind == "full" else (1, 3)
+    log_probs, refs = (torch.full(shape, x, requires_grad=True) for x in (-0.5, -30.0))
+    scores = torch.tensor([1.0], requires_grad=True)
+    for found in compute_rewards(scores, log_probs, refs, torch.tensor([[1, 1, 0]]), 0.1, kind):
+        assert not found.requires_grad
+        assert found[0, 2] == 0.0
+    if kind == "low_var_kl":
+        same(compute_rewards(scores, log_probs, refs, torch.tensor([[1, 0, 0]]), 0.1, kind).kl[0, :1].double(), [10.0])
+
+
+def test_whitened_numbers_have_no_graph() -> None:
+    values = torch.tensor([[1.0, 3.0]], requires_grad=True)
+    assert not masked_whiten(values, torch.ones(1, 2)).requires_grad
+    assert not masked_var(values, torch.ones(1, 2)).requires_grad
