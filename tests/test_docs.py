@@ -112,6 +112,14 @@ def test_make_targets_of_the_readme_exist():
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
+def test_the_readme_resumes_the_run_that_it_starts():
+    """A resumed run takes the values of its checkpoint, so both lines have to set the same."""
+    lines = re.findall(r"^rlloss train ([^#\n]*)", (ROOT / "README.md").read_text(), re.M)
+    started = [line.split() for line in lines if "--resume" not in line]
+    resumed = [[word for word in line.split() if word != "--resume"] for line in lines if "--resume" in line]
+    assert resumed and all(line in started for line in resumed)
+
+
 def test_verbs_of_the_readme_exist():
     verbs = set(re.findall(r"^rlloss (\w+)", (ROOT / "README.md").read_text(), re.M))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
