@@ -365,18 +365,19 @@ def test_eager_mode_has_gradients_of_gradients() -> None:
 def test_places_of_words_beyond_an_int32() -> None:
     """5,000 rows of a million words are 5.2e9 numbers; the last label's place is counted without wrapping."""
     vocabulary, rows = 2**20, 5000
-    ids = torch.arange(rows)[:, None] * 7 % vocabulary
-    at, which = WordPlaces(ids, vocabulary, vocabulary).of(0)
-    assert which is None
-    assert at.tolist() == [row * vocabulary + row * 7 % vocabulary for row in range(rows)]
-    assert int(at[-1]) > 2**32
-    tiles = WordPlaces(ids, vocabulary, 2**19)
+    words = [vocabulary - 1 - row * 7 for row in range(rows)]
+    ids = torch.tensor(words)[:, None]
+    whole = WordPlaces(ids, 1, vocabulary)
+    assert whole.of(0).tolist() == [word * rows + row for row, word in enumerate(words)]
+    assert int(whole.of(0).max()) > 2**32
+    width = vocabulary - 2**14
+    tiles = WordPlaces(ids, 2, width)
     for tile in (0, 1):
-        at, which = tiles.of(tile)
-        assert which is not None
-        chosen = [row for row in range(rows) if row * 7 % vocabulary // 2**19 == tile]
-        assert which.tolist() == chosen
-        assert at.tolist() == [row * 2**19 + row * 7 % vocabulary % 2**19 for row in chosen]
+        chosen = [row for row in range(rows) if words[row] // width == tile]
+        assert chosen
+        assert tiles.of(tile).tolist() == [words[row] % width * rows + row for row in chosen]
+    read = [places.double() + tile * width * rows for tile, places in enumerate((tiles.of(0), tiles.of(1)))]
+    assert tiles.gather(read).tolist() == whole.of(0).tolist()
 
 
 @pytest.mark.slow

@@ -136,14 +136,14 @@ def test_rows_that_are_kept_move_to_the_front() -> None:
             chunk = buffer.ChunkLogits(products, Transform(None, 1.0, None), count, keep=True)
             chunk.fill(torch.zeros(count, 2), torch.zeros(count, dtype=torch.int64), 1.0, None, with_entropy=False)
             for piece in chunk.pieces(count):
-                piece.numbers.copy_(torch.arange(count)[:, None].expand_as(piece.numbers))
+                piece.numbers.copy_(torch.arange(count).expand_as(piece.numbers))
             kept = chunk.compact(torch.tensor(chosen))
             if kept is None:
                 assert all(chosen)
                 continue
             assert sorted(kept.tolist()) == [row for row in range(count) if chosen[row]]
             for piece in chunk.pieces(len(kept)):
-                assert (piece.numbers == kept[:, None]).all()
+                assert (piece.numbers == kept).all()
 
 
 def test_a_second_backward_gives_the_same_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The three matrix products of a head, some columns of the vocabulary at a time, and the dtypes they run in."""
+"""The three matrix products of a head, some words of the vocabulary at a time, and the dtypes they run in."""
 
 import functools
 from collections.abc import Callable
@@ -46,27 +46,27 @@ class Products:
         """Returns uninitialised memory for `size` numbers."""
         return large_empty(self.weight, (size,), self.dtype)
 
-    def project(self, hidden: Tensor, columns: slice, out: Tensor, bias: Tensor | None) -> None:
-        """Writes `hidden W[columns]^T + bias` to `out`, in the precision of the model's own forward."""
-        weight = self._weight(columns)
+    def project(self, hidden: Tensor, words: slice, out: Tensor, bias: Tensor | None) -> None:
+        """Writes `W[words] hidden^T + bias` to `out`, in the precision of the model's own forward."""
+        weight, column = self._weight(words), None if bias is None else bias[words, None]
         if weight.dtype == self.dtype:
-            if bias is None:
-                torch.mm(hidden, weight.T, out=out)
+            if column is None:
+                torch.mm(weight, hidden.T, out=out)
             else:
-                torch.addmm(bias[columns], hidden, weight.T, out=out)
+                torch.addmm(column, weight, hidden.T, out=out)
             if self.rounds:
                 out.copy_(out.to(self.weight.dtype))
         elif self.rounds:
-            narrow = None if bias is None else bias[columns].to(weight.dtype)
-            out.copy_(torch.mm(hidden, weight.T) if narrow is None else torch.addmm(narrow, hidden, weight.T))
+            narrow = None if column is None else column.to(weight.dtype)
+            out.copy_(torch.mm(weight, hidden.T) if narrow is None else torch.addmm(narrow, weight, hidden.T))
         else:
-            multiply_wide(hidden, weight.T, out, first=True)
-            if bias is not None:
-                out.add_(bias[columns])
+            multiply_wide(weight, hidden.T, out, first=True)
+            if column is not None:
+                out.add_(column)
 
-    def add_hidden(self, numbers: Tensor, columns: slice, out: Tensor, first: bool) -> None:
-        """Adds `numbers W[columns]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
-        self._accumulate(numbers, self._weight(columns), out, first)
+    def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
+        """Adds `numbers^T W[words]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
+        self._accumulate(numbers.T, self._weight(words), out, first)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
@@ -77,8 +77,8 @@ class Products:
         return Folded((folded / unit).to(self.operand_dtype), unit)
 
     def add_weight(self, numbers: Tensor, folded: "Folded", out: Tensor, first: bool) -> None:
-        """Adds `numbers^T folded` to `out`, the columns' rows of the weight gradient."""
-        self._accumulate(numbers.T, folded.rows, out, first, folded.unit)
+        """Adds `numbers folded` to `out`, the words' rows of the weight gradient."""
+        self._accumulate(numbers, folded.rows, out, first, folded.unit)
 
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:
         if left.dtype == out.dtype:
@@ -90,8 +90,8 @@ class Products:
             multiply_wide(left, right, product, first=True)
             torch.mul(product, unit, out=out) if first else out.addcmul_(product, unit)
 
-    def _weight(self, columns: slice) -> Tensor:
-        part = self.weight[columns]
+    def _weight(self, words: slice) -> Tensor:
+        part = self.weight[words]
         if part.dtype == self.operand_dtype:
             return part
         if self._tile.shape[0] < part.shape[0]:

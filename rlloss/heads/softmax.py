@@ -1,6 +1,6 @@
 """The mathematics of a row: from logits to log-probs, and from `E = exp(q)` to gradients.
 
-With `q = z - shift` and y the label: the label's column of `E` is 0 before anything is summed, so that `r = sum E`
+With `q = z - shift` and y the label: the label's `E` is 0 before anything is summed, so that `r = sum E`
 keeps its digits when the policy is nearly certain, where `1 - p_y` would have none.
 """
 
@@ -128,7 +128,7 @@ class Transform:
     softcap: float | None
 
     def apply_(self, product: Tensor, temperature: float | Tensor) -> Tensor:
-        """Turns a product into logits, in place."""
+        """Turns a product `[words, C]` into logits, in place."""
         if self.softcap is not None:
             product.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
         elif not isinstance(temperature, Tensor):
@@ -137,17 +137,16 @@ class Transform:
         elif self.scale != 1.0:
             product.mul_(self.scale)
         if isinstance(temperature, Tensor):
-            return product.div_(temperature[:, None])
+            return product.div_(temperature)
         return product if temperature == 1.0 else product.div_(temperature)
 
     def slope(self, q: Tensor, shift: Tensor, temperature: float | Tensor) -> Tensor | float:
-        """Derivative of the logits by the product at `q`: a number for each row, or for each element with a cap."""
-        column = temperature[:, None] if isinstance(temperature, Tensor) and q.ndim == 2 else temperature
-        factor = self.scale / column
+        """Derivative of the logits by the product at q `[..., C]`: one for each row, or for each element with a cap."""
+        factor = self.scale / temperature
         if self.softcap is None:
             return factor
         # In place: q may be as large as a piece of the chunk.
-        capped = (q + (shift[:, None] if q.ndim == 2 else shift)).mul_(column).div_(self.softcap)
+        capped = (q + shift).mul_(temperature).div_(self.softcap)
         return capped.square_().neg_().add_(1.0).mul_(factor)
 
 
@@ -193,16 +192,16 @@ def label_gradient(stats: RowStats, grads: RowGradients) -> Tensor:
 
 
 def off_label_gradient_(exponentials: Tensor, stats: RowStats, grads: RowGradients) -> Tensor:
-    """Replaces some columns of `E` by the negative derivative of the loss by the other words' logits, in place.
+    """Replaces words of `E` `[words, C]`, labels aside, by the negative derivative of the loss by their logits.
 
     `D = (E / s) (g + sum_k g_k + e (q - log s + H))`, with q read back from `E`; what `g_k` adds at its own word comes
     later.
     """
     whole = grads.log_prob if grads.extra is None else grads.log_prob + grads.extra.sum(dim=-1)
-    row = (whole / stats.total)[:, None]
+    row = whole / stats.total
     if grads.entropy is None or stats.entropy is None:
         return exponentials.mul_(row)
-    share = (grads.entropy / stats.total)[:, None]
-    row = row + share * (stats.entropy - stats.log_total)[:, None]
+    share = grads.entropy / stats.total
+    row = row + share * (stats.entropy - stats.log_total)
     curved = torch.special.xlogy(exponentials, exponentials)
     return exponentials.mul_(row).addcmul_(curved, share)

@@ -139,17 +139,16 @@ class Sweep:
         for piece in self.logits.pieces(stats.rest.shape[0]):
             self._differentiate(piece.numbers, stats, grads, temperature)
         if grads.extra is not None and extra_ids is not None and stats.q_extra is not None:
-            own = grads.extra * self.transform.slope(stats.q_extra, stats.shift, temperature)
-            self.logits.put_words(extra_ids, -own, add=True)
+            own = grads.extra.T * self.transform.slope(stats.q_extra.T, stats.shift, temperature)
+            self.logits.put_words(extra_ids, -own.T, add=True)
 
     def _differentiate(
         self, numbers: Tensor, stats: RowStats, grads: RowGradients, temperature: float | Tensor
     ) -> None:
-        """Replaces some columns of `E` by negative derivatives by the raw products."""
+        """Replaces some words of `E` by negative derivatives by the raw products."""
         slope: Tensor | float
         if self.transform.softcap is None:
             slope = self.transform.slope(stats.q_label, stats.shift, temperature)
-            slope = slope[:, None] if isinstance(slope, Tensor) else slope
         else:
             tiny = torch.finfo(self.dtype).tiny
             slope = self.transform.slope(numbers.clamp(min=tiny).log_(), stats.shift, temperature)
@@ -164,14 +163,15 @@ class Sweep:
         folded = self.products.fold(hidden, -factor)
         gradient = hidden.new_empty(hidden.shape) if self.grad_hidden is not None else None
         first = self._untouched
-        for piece in self.logits.pieces(factor.shape[0]):
-            columns, numbers = slice(piece.start, piece.stop), self.products.operand(piece.numbers)
+        # Operands that are converted on the way are converted some words at a time.
+        for piece in self.logits.pieces(factor.shape[0], whole=not self.products.narrow):
+            words, numbers = slice(piece.start, piece.stop), self.products.operand(piece.numbers)
             if gradient is not None:
-                self.products.add_hidden(numbers, columns, gradient, piece.start == 0)
+                self.products.add_hidden(numbers, words, gradient, piece.start == 0)
             if self.grad_weight is not None:
-                self.products.add_weight(numbers, folded, self.grad_weight[columns], first)
+                self.products.add_weight(numbers, folded, self.grad_weight[words], first)
             if self.grad_bias is not None:
-                self.grad_bias[columns].addmv_(piece.numbers.T, -factor)
+                self.grad_bias[words].addmv_(piece.numbers, -factor)
         self._untouched = False
         if gradient is not None:
             gradient.mul_(-factor[:, None])

@@ -1,7 +1,12 @@
-"""Where single words of each row stand in a chunk of logits that is cut into column tiles."""
+"""Where single words of each row stand in a chunk of logits `[V, C]` that is cut into tiles of words."""
 
 import torch
 from torch import Tensor
+
+
+def places_of(ids: Tensor, rows: int) -> Tensor:
+    """Returns where the words `[C, J]` of the first C rows stand in a flattened chunk of `rows` rows, `[C, J]`."""
+    return ids * rows + torch.arange(ids.shape[0], device=ids.device)[:, None]
 
 
 class WordPlaces:
@@ -9,35 +14,32 @@ class WordPlaces:
 
     Args:
         ids: `[C, J]` int64 in `[0, V)`.
-        vocabulary: V.
-        width: Columns of a tile; the last one may have fewer.
+        tiles: Number of tiles.
+        width: Words of a tile; the last one may have fewer.
         present: `[C, J]` bool, words that stand in the chunk at all, or `None`: all.
     """
 
-    def __init__(self, ids: Tensor, vocabulary: int, width: int, present: Tensor | None = None) -> None:
-        self.count, self.shape = ids.numel(), ids.shape
-        row = torch.arange(ids.shape[0], device=ids.device)[:, None]
-        self._order: Tensor | None = None
-        self._bounds = [0, self.count]
-        if width >= vocabulary:
-            self._places = (row * vocabulary + ids).reshape(-1)
-            if present is not None:
-                self._order = present.reshape(-1).nonzero().squeeze(1)
-                self._places = self._places.index_select(0, self._order)
-                self._bounds = [0, int(self._order.shape[0])]
-            return
+    def __init__(self, ids: Tensor, tiles: int, width: int, present: Tensor | None = None) -> None:
+        self.shape = ids.shape
         tile = ids // width
-        start = tile * width
-        columns = (vocabulary - start).clamp(max=width)
-        places = (row * columns + ids - start).reshape(-1)
-        tiles = -(-vocabulary // width)
+        places = places_of(ids - tile * width, ids.shape[0]).reshape(-1)
+        if tiles == 1 and present is None:
+            self._order, self._places, self._bounds = None, places, [0, ids.numel()]
+            return
         flat = (tile if present is None else torch.where(present, tile, tiles)).reshape(-1)
-        self._order = flat.argsort(stable=True)
-        self._places = places.index_select(0, self._order)
-        sizes = torch.bincount(flat, minlength=tiles)
+        order = flat.argsort(stable=True)
+        sizes = torch.bincount(flat, minlength=tiles)[:tiles]
         self._bounds = [0, *sizes.cumsum(0).tolist()]
+        self._order = order[: self._bounds[-1]]
+        self._places = places.index_select(0, self._order)
 
-    def of(self, tile: int) -> tuple[Tensor, Tensor | None]:
-        """Returns places within a flattened tile, and which of the C * J words they are (`None`: all, in order)."""
-        part = slice(self._bounds[tile], self._bounds[tile + 1])
-        return self._places[part], None if self._order is None else self._order[part]
+    def of(self, tile: int) -> Tensor:
+        """Returns the places within a flattened tile of the words that it holds."""
+        return self._places[self._bounds[tile] : self._bounds[tile + 1]]
+
+    def gather(self, parts: list[Tensor]) -> Tensor:
+        """Joins numbers of the words of each tile to `[C * J]`; 0 for words that are not present."""
+        found = torch.cat(parts)
+        if self._order is None:
+            return found
+        return found.new_zeros(self.shape.numel()).index_copy_(0, self._order, found)
