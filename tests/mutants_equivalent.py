@@ -21,6 +21,9 @@ SUMS_HAVE_NO_GRAPH = "a sum over ranks has no graph, so detaching its summands c
 TELLS_APART = "any power of the mark of a batch differs where the mark does; its size is nowhere used"
 ANY_RANK = "any one rank of a sequence-parallel group may be the one that the others are compared with"
 ONE_NUMBER = "matters for fewer than two numbers only, whose spread is 0 whatever it is divided by"
+EQUAL_GROUP = "matters for groups of one reward or none only, whose centred rewards are 0 anyway"
+STACKLEVEL = "says which line a warning names"
+SCALE_FREE = "changes the scale of weights whose sum divides them again"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("clipped_surrogate", "advantages < 0 -> advantages <= 0"): NO_ADVANTAGE,
@@ -73,4 +76,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("_moments", "1 -> 0"): ONE_NUMBER,
     ("_moments", "count.clamp(min=1.0) -> count"): EMPTY,
     ("_moments", "values.detach() -> values"): SUMS_HAVE_NO_GRAPH,
+    ("Groups.__init__", "0 -> 1"): EMPTY,
+    ("Groups.centred", "self.count.clamp(min=1) -> self.count"): EQUAL_GROUP,
+    ("Groups.centred", "1 -> 2"): EQUAL_GROUP,
+    ("Groups.centred", "1 -> 0"): EQUAL_GROUP,
+    ("Groups.finish", "3 -> 4"): STACKLEVEL,
+    ("Groups.finish", "3 -> 0"): STACKLEVEL,
+    ("rloo_advantages", "(groups.count - 1).clamp(min=1) -> groups.count - 1"): EQUAL_GROUP,
+    ("rloo_advantages", "1 -> 0"): EQUAL_GROUP,
+    (
+        "opo_advantages",
+        "groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny) -> groups.sum(weights)",
+    ): EMPTY,
+    ("opo_advantages", "1.0 -> 2.0"): SCALE_FREE,
 }

@@ -15,6 +15,8 @@ from torch import Tensor
 
 import rlloss
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
+from rlloss.functional.groups import Groups
+from rlloss.functional.outcome_advantages import length_scaled_grpo_advantages, passk_analytic_advantages
 from rlloss.functional.rewards import combine_rewards, repetition_penalty, soft_overlong_penalty
 from rlloss.functional.token_advantages import rewards_to_go, squared_score_norms
 
@@ -245,3 +247,86 @@ def test_nothing_has_a_graph() -> None:
         warnings.simplefilter("ignore")
         for name in ("grpo", "rloo", "scaled", "dr_grpo", "passk", "gpg", "gdpo"):
             assert not rlloss.compute_advantages(name, rewards=rewards, group_ids=torch.arange(4)).requires_grad
+
+
+def test_groups_of_one_and_of_none_have_no_spread() -> None:
+    groups = Groups(torch.tensor([2.0, 1.0, 3.0, math.nan]), torch.tensor([5, 2, 2, 9]), nan="exclude")
+    assert groups.std().tolist() == [0.0, pytest.approx(math.sqrt(2.0)), pytest.approx(math.sqrt(2.0)), 0.0]
+    assert groups.std(biased=True).tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert groups.values.tolist() == [2.0, 1.0, 3.0, 0.0]
+    assert groups.centred().tolist() == [0.0, -1.0, 1.0, 0.0]
+
+
+PAIR, ONE_GROUP = torch.tensor([1.0, 3.0]).double(), torch.zeros(2, dtype=torch.long)
+
+
+def test_defaults_and_edges_of_the_estimators() -> None:
+    root = math.sqrt(2.0)
+
+    def found(name: str, rewards: Any = PAIR, ids: Any = ONE_GROUP, **more: Any) -> list[float]:
+        return rlloss.compute_advantages(name, rewards=rewards, group_ids=ids, **more).tolist()
+
+    close = lambda *numbers: pytest.approx(numbers, rel=1e-10, abs=1e-15)  # noqa: E731
+    assert found("scaled", scale="batch", eps=0.5) == close(-1 / (root + 0.5), 1 / (root + 0.5))
+    assert found("scaled", scale="batch", std="biased", eps=0.5) == close(-1 / 1.5, 1 / 1.5)
+    scaled = [sign / (root + 1e-8) * length / 32768 for sign, length in ((-1, 10), (1, 20))]
+    assert length_scaled_grpo_advantages(PAIR, ONE_GROUP, torch.tensor([10, 20])).tolist() == close(*scaled)
+    assert found("opo", lengths=torch.tensor([1, 0])) == close(0.0, 2.0)
+    assert found("gpg", f_norm=4.0) == close(-0.25, 0.25)
+    assert found("gpg", torch.tensor([0.0, 2.0]).double()) == close(-2.0, 2.0)
+    assert found("gpg", torch.zeros(2)) == [0.0, 0.0]
+
+
+def test_edges_of_pass_at_k() -> None:
+    five, ids = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]).double(), torch.zeros(5, dtype=torch.long)
+    default = passk_analytic_advantages(five, ids)
+    assert torch.equal(default, passk_analytic_advantages(five, ids, 4))
+    assert not torch.equal(default, passk_analytic_advantages(five, ids, 5))
+    assert passk_analytic_advantages(five[:4], ids[:4], 4).tolist() == [0.0] * 4, "of n answers drawn one is right"
+    few = passk_analytic_advantages(five[:3], ids[:3], 4, eps=0.0).tolist()
+    assert few == pytest.approx([(2 / 3) / math.sqrt(2 / 9)] * 3)
+    assert passk_analytic_advantages(five, ids, 1).isfinite().all()
+    with pytest.raises(ConfigError, match="k=0"):
+        passk_analytic_advantages(five, ids, 0)
+
+
+def test_gdpo_whitens_over_what_counts() -> None:
+    rewards, ids = torch.tensor([[1.0, 5.0], [3.0, 9.0]]).double(), ONE_GROUP
+
+    def found(lengths: list[float] | None, eps: float = 0.5, normalize: bool = False) -> list[float]:
+        given = None if lengths is None else torch.tensor(lengths)
+        return rlloss.compute_advantages(
+            "gdpo", rewards=rewards, group_ids=ids, lengths=given, eps=eps, normalize_std=normalize
+        ).tolist()
+
+    # The centred sums are -3 and 3.
+    assert found(None) == pytest.approx([-3 / (math.sqrt(18.0) + 0.5), 3 / (math.sqrt(18.0) + 0.5)])
+    assert found([1.0, 0.0]) == [0.0, 0.0]
+    assert found([2.0, 0.0]) == [0.0, 0.0]
+    assert found([1.0, 1.0]) == found(None)
+
+
+def test_token_estimators_have_no_graph_and_no_discount_by_default() -> None:
+    rewards = torch.tensor([[1.0, 2.0], [0.0, 5.0]]).double().requires_grad_()
+    mask = torch.ones(2, 2)
+    plain = rlloss.compute_advantages("reinforce_plus_plus", rewards=rewards, mask=mask)
+    assert torch.equal(
+        plain, rlloss.compute_advantages("reinforce_plus_plus", rewards=rewards.detach(), mask=mask, gamma=1.0)
+    )
+    same = rlloss.compute_advantages("reinforce_plus_plus", rewards=rewards, mask=mask, gamma=0.5)
+    assert not torch.allclose(plain, same)
+    remax = rlloss.compute_advantages("remax", rewards=rewards, mask=mask, baselines=torch.zeros(2))
+    assert not remax.requires_grad
+    assert remax.tolist() == [[3.0, 2.0], [5.0, 5.0]]
+    one = torch.tensor([[-0.5]]).requires_grad_()
+    assert not squared_score_norms(one, one.exp(), one.exp()).requires_grad
+
+
+def test_defaults_of_the_repetition_penalty() -> None:
+    words = [[1, 1, 1, 1, 1], [1, 2, 3, 4, 5]]
+    assert repetition_penalty(words).tolist() == repetition_penalty(words, 3, -1.0).tolist()
+    assert repetition_penalty(words).tolist()[0] == pytest.approx(-2 / 3)
+    assert repetition_penalty(words, 1, 0.0).tolist() == [0.0, 0.0]
+    for wrong in ((0, -1.0), (3, 0.5)):
+        with pytest.raises(ConfigError):
+            repetition_penalty(words, *wrong)

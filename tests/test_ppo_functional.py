@@ -226,6 +226,8 @@ def test_running_moments_of_few_numbers() -> None:
     assert (moments.mean, moments.std, moments.var) == (3.0, 1.0, 0.0)
     assert moments.update(torch.tensor([1.0, 5.0])) == (3.0, pytest.approx(math.sqrt(8.0)))
     assert (moments.std, moments.var) == (pytest.approx(2.0), pytest.approx(8.0 / 3.0))
+    three = RunningMoments().update(torch.tensor([1.0, 2.0, 6.0]))
+    assert three == (3.0, pytest.approx(math.sqrt(7.0)))
     equal = RunningMoments()
     equal.update(torch.tensor([0.5, 0.5]))
     assert equal.scale(torch.tensor([1.0])).tolist() == [pytest.approx(1.0 / torch.finfo(torch.float32).eps)]
