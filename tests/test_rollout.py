@@ -16,7 +16,7 @@ from torch import Tensor
 import steps
 from rlloss import GRPOLossConfig, GRPOLossContext, RolloutImportanceSampling, metrics
 from rlloss.errors import BatchError, ConfigError
-from rlloss.functional.rollout import RolloutRule, correct_rollout, rollout_statistic
+from rlloss.functional.rollout import RolloutRule, correct_rollout, mismatch_metrics, rollout_statistic
 from rlloss.layout import Segments
 from steps import labels, row, tok
 
@@ -390,3 +390,17 @@ def test_a_step_of_weights_that_are_all_zero_is_finite() -> None:
     assert step.loss == 0.0
     assert step.extra["is_weight_ess"] == 0.0
     assert all(math.isfinite(value) for value in step.extra.values())
+
+
+def test_a_bound_is_kept_and_metrics_count_sequences_with_tokens() -> None:
+    segments = Segments(torch.tensor([0, 0, 2]), 3)
+    log_ratio = torch.tensor([2.0, -1.0, 0.0]).double().requires_grad_()
+    for rule in (RolloutRule("token", "k2", "mask", None, 2.0), RolloutRule("token", "k2", "mask", 0.0, None)):
+        assert correct_rollout(log_ratio, segments, (rule,)).keep.tolist() == [True, True, True]
+    found = correct_rollout(log_ratio, segments, (RolloutRule("token", "ratio", "clamp", 0.5, 2.0),))
+    assert not found.weights.requires_grad
+    clamped = [float(found.metrics[f"is_clamped_{side}"]) for side in ("low", "high")]
+    assert clamped == pytest.approx([1 / 3, 1 / 3])
+    distance = mismatch_metrics(log_ratio, torch.zeros(3).double(), segments)
+    assert float(distance["mismatch_abs"]) == pytest.approx(1.0)
+    assert float(distance["train_log_ppl"]) == pytest.approx(-0.25)
