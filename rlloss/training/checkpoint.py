@@ -6,7 +6,8 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from rlloss.distributed import all_gather_text, world_size
+from rlloss.distributed import all_gather_text, rank, world_size
 from rlloss.errors import ConfigError, RLLossError
 from rlloss.training.extras import require
-from rlloss.training.ranks import is_lost, is_main
+from rlloss.training.ranks import is_lost, is_main, share
 
 FACTS_FILE = "run.json"
 """Written last: a folder with it is whole."""
+SUMS = "sums_"
+"""Start of the files that hold the checksums of the others: torch reads a changed byte as another number."""
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 
@@ -64,6 +67,7 @@ class Checkpoints:
         for part in (
             lambda: self._begin(partial),
             lambda: _save(tensors, partial),
+            lambda: _write_sums(share(_files_of(partial)), rank()),
             lambda: self._finish(partial, final, facts),
         ):
             problem = _on_every_rank(part)
@@ -80,11 +84,16 @@ class Checkpoints:
 
         Raises:
             ConfigError: There is none.
+            RLLossError: They cannot be read.
         """
         saved = self.saved()
         if not saved:
             raise ConfigError(f"There is no checkpoint in {self.folder}. Start the run without --resume.")
-        facts: dict[str, Any] = json.loads((saved[-1] / FACTS_FILE).read_text())
+        try:
+            _check_sums([saved[-1] / FACTS_FILE])
+            facts: dict[str, Any] = json.loads((saved[-1] / FACTS_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise _unreadable(saved[-1], str(error)) from error
         return facts
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -94,14 +103,13 @@ class Checkpoints:
             tensors: By name, whole or sharded over the ranks.
 
         Raises:
-            RLLossError: A tensor is missing there, or a file cannot be read.
+            RLLossError: A tensor is missing there, or a file cannot be read or is not as it was written.
         """
         newest = self.saved()[-1]
-        problem = _on_every_rank(lambda: _load(tensors, newest))
+        problem = _on_every_rank(lambda: _check_sums(share(_files_of(newest))))
+        problem = problem or _on_every_rank(lambda: _load(tensors, newest))
         if problem:
-            raise RLLossError(
-                f"The checkpoint {newest} cannot be read: {problem}. Remove that folder to resume from the one before."
-            )
+            raise _unreadable(newest, problem)
 
     def _begin(self, partial: Path) -> None:
         if is_main():
@@ -114,6 +122,7 @@ class Checkpoints:
             return
         (partial / FACTS_FILE).write_text(json.dumps(facts, indent=2))
         _flush(partial / FACTS_FILE)
+        _write_sums([partial / FACTS_FILE], FACTS_FILE)
         _flush(partial)
         if final.exists():
             shutil.rmtree(final)
@@ -128,7 +137,7 @@ def _on_every_rank(action: Callable[[], None]) -> str:
     problem = ""
     try:
         action()
-    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, CheckpointException) as error:
         if isinstance(error, RuntimeError) and is_lost(error):
             raise
         problem = _sentence(error)
@@ -142,6 +151,48 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(dict.fromkeys(str(inner).splitlines()[0] for inner, _ in error.failures.values()))
     return str(error)
+
+
+def _unreadable(folder: Path, problem: str) -> RLLossError:
+    return RLLossError(
+        f"The checkpoint {folder} cannot be read: {problem}. Remove that folder to resume from the one before."
+    )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of tensors, in the same order on every rank."""
+    return sorted(path for path in folder.iterdir() if path.name != FACTS_FILE and not path.name.startswith(SUMS))
+
+
+def _write_sums(files: Sequence[Path], name: object) -> None:
+    """Writes the checksums of some files beside them."""
+    for folder in {path.parent for path in files}:
+        target = folder / f"{SUMS}{name}"
+        target.write_text(json.dumps({path.name: _sum(path) for path in files}))
+        _flush(target)
+
+
+def _check_sums(files: Sequence[Path]) -> None:
+    """Compares files with their checksums, where there are some.
+
+    Raises:
+        ValueError: One is not as it was written.
+    """
+    for folder in {path.parent for path in files}:
+        known: dict[str, int] = {}
+        for path in folder.glob(f"{SUMS}*"):
+            known |= json.loads(path.read_text())
+        for path in files:
+            if path.name in known and known[path.name] != _sum(path):
+                raise ValueError(f"{path.name} is not as it was written, its checksum is another")
+
+
+def _sum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            found = zlib.crc32(block, found)
+    return found
 
 
 class _Writer(FileSystemWriter):

@@ -243,6 +243,22 @@ def test_a_write_that_is_cut_off_leaves_the_old_checkpoint(tmp_path: Path) -> No
         checkpoints.load({"another": found})
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_checkpoint_that_the_disk_has_changed_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    """One other bit in a file of tensors is another number, which torch reads without a word."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"value": torch.arange(4000.0)}, {"seed": 1})
+    path = tmp_path / "step_00000001" / name
+    before = path.read_bytes()
+    middle = len(before) // 2
+    changed = before[:middle] + bytes([before[middle] ^ 1]) + before[middle + 1 :]
+    path.write_bytes({"flip": changed, "cut": before[:middle], "empty": b""}[damage])
+    with pytest.raises(RLLossError, match=r"step_00000001 cannot be read(.|\n)*Remove that folder"):
+        checkpoints.facts()
+        checkpoints.load({"value": torch.zeros(4000)})
+
+
 def test_loading_from_nothing_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without --resume"):
         Checkpoints(tmp_path, keep=1).facts()
