@@ -358,6 +358,28 @@ def test_cat_keeps_weights_and_shifts_offsets():
     assert together.item() == pytest.approx(apart.item(), rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:a row .* without cu_seq_lens")
+def test_cat_keeps_rows_without_offsets_apart():
+    """A row without offsets is one sequence: joined with another it is still one of two, as its ratio says."""
+    loss_cfg = config(policy_loss_cfg={"loss_type": "gspo"}, loss_reduction="sample")
+    contexts = [loss_cfg.build(LAYOUTS["padded"]([sequence], KEYS)[0]) for sequence in STEP.sequences]
+    contexts = GRPOLossContext.build_batches(contexts)
+    hidden = [sequence["hidden"][None] for sequence in STEP.sequences]
+    apart = sum(ctx.forward(h, STEP.weight, STEP.bias).loss for ctx, h in zip(contexts, hidden, strict=True))
+    joined = GRPOLossContext.cat(contexts).forward(torch.cat(hidden, dim=1), STEP.weight, STEP.bias)
+    assert joined.loss.item() == pytest.approx(apart.item(), rel=1e-12)
+    assert float(joined.extra["sequences"]) == sum(float(ctx._counted()["sequences"]) for ctx in contexts)
+
+
+def test_cat_refuses_what_does_not_join():
+    rows = [config().build(LAYOUTS["padded"](STEP.sequences[start : start + 2], KEYS)[0]) for start in (0, 2)]
+    with pytest.raises(BatchError, match="have \\[2, 2\\] rows"):
+        GRPOLossContext.cat(GRPOLossContext.build_batches(rows))
+    batch = LAYOUTS["packed"](STEP.sequences, KEYS)[0]
+    with pytest.raises(BatchError, match="different configs"):
+        GRPOLossContext.cat([config().build(batch), config(temperature=2.0).build(batch)])
+
+
 def test_cat_merges_what_calibration_measured():
     """Tokens dropped in some micro-batches only, and the metrics of the rollout correction, as if never cut."""
     contexts, hidden = [], []

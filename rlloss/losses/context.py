@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import ConfigError
 from rlloss.heads import HeadInputs, HeadOutput, Objective, TokenStats, run_head
 from rlloss.heads.joint import evaluate_all
 from rlloss.heads.per_chunk import evaluate_per_chunk
@@ -22,6 +22,7 @@ from rlloss.losses.head_inputs import head_inputs, stats_of_log_probs
 from rlloss.losses.known_layout import KnownLayout, read_layout
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput, over_ranks
+from rlloss.losses.step_check import check_joinable
 from rlloss.losses.terms import Level, evaluate
 from rlloss.losses.token_record import TokenRecord, Watch, exported, flat_record, refuse_tokens
 from rlloss.metrics import Metric, Sum, merge
@@ -222,8 +223,7 @@ class BaseLossContext:
     @classmethod
     def cat(cls: type[C], chunks: list[C]) -> C:
         """Joins packed contexts along T; weights are kept, offsets shifted, what calibration measured is merged."""
-        if not chunks:
-            raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one context.")
+        check_joinable(cls.__name__, chunks)
         kwargs = [chunk.loss_kwargs for chunk in chunks]
         joined = copy.copy(chunks[0])
         joined.loss_kwargs, joined._known = type(kwargs[0]).cat(kwargs), None

@@ -138,8 +138,10 @@ class BaseLossKwargs(BaseModel):
     def cat(cls: type[K], chunks: list[K]) -> K:
         """Joins packed rows along T; offsets are shifted, per-sequence fields joined, all else is the first's.
 
+        A row without offsets is one sequence, and stays one.
+
         Raises:
-            BatchError: A field is set in some of the chunks only.
+            BatchError: A field is set in some of the chunks only, or a chunk has several rows.
         """
         if not chunks:
             raise BatchError(f"{cls.__name__}.cat got an empty list; expected at least one.")
@@ -148,6 +150,12 @@ class BaseLossKwargs(BaseModel):
                 f"{cls.__name__}.cat: the rows are split over a sequence-parallel mesh, and parts of different rows do "
                 f"not join to the part of a longer row. Join the batches before build."
             )
+        rows = [int(chunk.shifted_labels.shape[0]) for chunk in chunks]
+        if len(chunks) > 1 and set(rows) != {1}:
+            raise BatchError(
+                f"{cls.__name__}.cat joins packed rows [1, T], but the chunks have {rows} rows: sequences side by side "
+                f"would run into each other. Pack them into one row, with num_tokens, before build."
+            )
         changed = {name: _cat_field(cls, name, chunks) for name, _ in chunks[0]}
         return chunks[0].with_tensors(changed)
 
@@ -155,8 +163,8 @@ class BaseLossKwargs(BaseModel):
 def _cat_field(cls: type[BaseLossKwargs], name: str, chunks: list[Any]) -> Any:
     values = [getattr(chunk, name) for chunk in chunks]
     missing = [value is None for value in values]
-    if isinstance(cls.role(name), Offsets) and not all(missing):
-        return _cat_offsets(chunks)
+    if isinstance(cls.role(name), Offsets):
+        return values[0] if len(chunks) == 1 else _cat_offsets(chunks)
     if name == "keep_mask" and not all(missing):
         return torch.cat([_kept(chunk) for chunk in chunks], dim=1)
     if any(missing) and not all(missing):

@@ -52,6 +52,21 @@ def check_step(
     return terms
 
 
+def check_joinable(name: str, contexts: Sequence[Any]) -> None:
+    """Checks that contexts can become one; `name` is their class's.
+
+    Raises:
+        BatchError: There is none, or their losses differ.
+    """
+    if not contexts:
+        raise BatchError(f"{name}.cat got an empty list; expected at least one context.")
+    if any(context.loss_cfg != contexts[0].loss_cfg for context in contexts):
+        raise BatchError(
+            f"{name}.cat got contexts of different configs, but one context has one loss. Build them all from one "
+            f"config."
+        )
+
+
 def prompts_of(context: Any, term: str) -> Tensor:
     """Checks and returns the prompt of each sequence, `[S]`; one read of the host."""
     ids, count = context.loss_kwargs.group_ids, context.loss_kwargs.num_prompts
