@@ -23,6 +23,8 @@ ANY_RANK = "any one rank of a sequence-parallel group may be the one that the ot
 ONE_NUMBER = "matters for fewer than two numbers only, whose spread is 0 whatever it is divided by"
 EQUAL_GROUP = "matters for groups of one reward or none only, whose centred rewards are 0 anyway"
 STACKLEVEL = "says which line a warning names"
+SHORTCUT = "a case of its own for speed: the general way gives the same numbers there"
+TWO_AXES = "the tensor has two axes, so that 1 and -1 are the same one"
 SCALE_FREE = "changes the scale of weights whose sum divides them again"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -89,4 +91,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny) -> groups.sum(weights)",
     ): EMPTY,
     ("opo_advantages", "1.0 -> 2.0"): SCALE_FREE,
+    ("WordPlaces.__init__", "1 -> 0"): SHORTCUT,
+    ("RowGradients.nonzero", "-1 -> 1"): TWO_AXES,
 }

@@ -64,7 +64,13 @@ FILES: dict[str, Formulas] = {
     "rlloss/losses/policy_covariance.py": Formulas(_POLICY),
     "rlloss/losses/agreement.py": Formulas(("test_agreement.py",), ("facts_of", "check_facts", "_mark")),
     "rlloss/heads/softmax.py": Formulas(
-        ("test_extra_words.py", "test_head_limits.py", "test_head_tiles.py", "test_losses_against_oracles.py"),
+        (
+            "test_row_gradients.py",
+            "test_extra_words.py",
+            "test_head_tiles.py",
+            "test_head_limits.py",
+            "test_losses_against_oracles.py",
+        ),
     ),
     "rlloss/heads/words.py": Formulas(("test_extra_words.py", "test_head_tiles.py")),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlloss.heads import HeadInputs, HeadOptions, Objective, TokenStats, buffer, run_head, token_stats
 from rlloss.heads.products import Products
 from rlloss.heads.softmax import Transform
+from rlloss.heads.words import WordPlaces
 from rlloss.layout import token_layout
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 101
@@ -157,3 +158,13 @@ def test_a_second_backward_gives_the_same_numbers() -> None:
         for one, copy, two in zip(first, kept, second, strict=True):
             assert one.equal(copy)
             assert two.equal(2.0 * one)
+
+
+def test_words_that_stand_in_no_tile_are_zero() -> None:
+    """What a rank with a slice of the vocabulary reads: the words of the other ranks are 0, its own come from their tile."""
+    ids = torch.tensor([[0, 1], [5, 3], [2, 4]])
+    present = torch.tensor([[True, False], [True, True], [False, True]])
+    chunk = torch.arange(1.0, 19.0).reshape(6, 3)
+    places = WordPlaces(ids, tiles=2, width=3, present=present)
+    found = places.gather([chunk[3 * tile : 3 * tile + 3].reshape(-1)[places.of(tile)] for tile in range(2)])
+    assert found.tolist() == [float(chunk[0, 0]), 0.0, *chunk[[5, 3], 1].tolist(), 0.0, float(chunk[4, 2])]

@@ -154,6 +154,7 @@ def test_the_paper_of_a_sequence_loss_is_named() -> None:
         ({"loss_type": "dro"}, "beta"),
         ({"loss_type": "sapo", "tau_pos": 0.0}, "tau_pos"),
         ({"loss_type": "clip_cov", "clip_cov_lb": 5.0, "clip_cov_ub": 1.0}, "clip_cov_lb"),
+        ({"loss_type": "clip_cov", "clip_cov_lb": 1.0, "clip_cov_ub": 1.0}, "clip_cov_lb"),
         ({"loss_type": "vanilla", "log_prob_diff_min": 0.0, "log_prob_diff_max": 0.0}, "log_prob_diff_min"),
         ({"loss_type": "gspo", "ratio": "token"}, "ratio"),
     ],
@@ -266,3 +267,9 @@ def test_the_off_policy_limit_itself_is_near() -> None:
     segments = Segments(torch.arange(3), 3)
     keep = on_policy_sequences(now, sampled, torch.tensor([-1.0, -1.0, 0.0]), segments, 0.5)
     assert keep.tolist() == [True, False, True]
+
+
+def test_an_advantage_of_zero_takes_the_factor_of_the_positive_ones() -> None:
+    log_ratio = torch.tensor([math.log(2.0)], dtype=torch.float64)
+    factor = gamma_factor(log_ratio, torch.zeros(1), Segments(torch.tensor([0]), 1), (2.0, 3.0), (1.0, 5.0))
+    assert float(factor) == pytest.approx(4.0 * math.exp(-3.0), rel=1e-14)
