@@ -161,7 +161,7 @@ def test_a_second_backward_gives_the_same_numbers() -> None:
 
 
 def test_words_that_stand_in_no_tile_are_zero() -> None:
-    """What a rank with a slice of the vocabulary reads: the words of the other ranks are 0, its own come from their tile."""
+    """What a rank with a slice of the vocabulary reads: its own words from their tile, 0 for those of other ranks."""
     ids = torch.tensor([[0, 1], [5, 3], [2, 4]])
     present = torch.tensor([[True, False], [True, True], [False, True]])
     chunk = torch.arange(1.0, 19.0).reshape(6, 3)

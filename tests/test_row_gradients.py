@@ -30,6 +30,8 @@ def test_the_unit_of_a_row_is_its_largest_derivative_over_the_total() -> None:
     totals = stats([4.0, 8.0, 2.0, math.inf])
     log_prob, entropy = torch.tensor([0.0, -2.0, 1.0, -3.0]), torch.tensor([0.0, 3.0, -6.0, 0.0])
     extra = torch.tensor([[0.0, 0.0], [0.5, -3.5], [0.0, 5.0], [0.0, 0.0]])
-    torch.testing.assert_close(RowGradients(log_prob).unit(totals), torch.tensor([0.25, 0.25, 0.5, 3.0 / LARGEST_TOTAL]))
+    torch.testing.assert_close(
+        RowGradients(log_prob).unit(totals), torch.tensor([0.25, 0.25, 0.5, 3.0 / LARGEST_TOTAL])
+    )
     both = RowGradients(log_prob, entropy, extra).unit(totals)
     torch.testing.assert_close(both, torch.tensor([0.25, 0.5, 3.0, 3.0 / LARGEST_TOTAL]))
