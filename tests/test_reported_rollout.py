@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloss import GRPOLossConfig, GRPOLossContext, OrealLossConfig, RolloutImportanceSampling
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, ConfigError
 from steps import eye, labels, row, run_step, tok
 
 MASKED = RolloutImportanceSampling.mis(0.5, 2.0)
@@ -135,3 +135,24 @@ def test_old_log_probs_of_the_kl_factor_are_checked_on_policy() -> None:
     batch, hidden = batch_of(0.0, 0.0, ref_logprobs=row(-1.5, -1.5))
     batch["old_logprobs"] = torch.tensor([[-1.0, -math.inf]], dtype=torch.float64)
     assert run_step(cfg, [batch], [hidden]).extra["dropped_tokens"] == 1.0
+
+
+@pytest.mark.parametrize("threshold", [0.0, "0_2", "1_2_3", "3_2", "-1_2", "low", True])
+def test_a_threshold_of_verl_that_is_none_is_refused(threshold: Any) -> None:
+    with pytest.raises(ConfigError, match="rollout_is_threshold"):
+        RolloutImportanceSampling.verl(rollout_is="token", rollout_is_threshold=threshold)
+
+
+def test_thresholds_of_verl_as_rules() -> None:
+    def bounds(*given: Any) -> list[Any]:
+        return [(rule.low, rule.high) for rule in RolloutImportanceSampling.verl(*given).compiled()]
+
+    assert bounds("token", "2_2")[1] == (2.0, 2.0)
+    assert bounds(None, 2.0, "token_k2,seq_max_k3", "0.5,0.1") == [(None, 0.5), (None, 0.1)]
+    assert bounds(None, 2.0, ["token_k2", "seq_max_k3"], 0.5) == [(None, 0.5), (None, 0.5)]
+    for one in ("4", "0.25"):
+        assert bounds(None, 2.0, "seq_sum_k1", one) == [(-math.log(4.0), math.log(4.0))]
+    with pytest.raises(ConfigError, match="2 options and rollout_rs_threshold 3"):
+        bounds(None, 2.0, "token_k2,seq_max_k3", "1,2,3")
+    with pytest.raises(ConfigError, match="one upper bound"):
+        bounds(None, 2.0, "token_k2", "0.5_1")
