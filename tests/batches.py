@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloss import metrics
+from rlloss import metrics, policy_loss_names
+from rlloss.losses.policy_registry import get_policy_loss
 
 IGNORED = -100
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "advantages", "temperature")
+
+
+def built_in_policy_losses() -> list[str]:
+    """The losses of rlloss itself, without those that other tests have registered by now."""
+    return [name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("rlloss.")]
 
 
 @dataclass

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlloss import policy_loss_names
+from batches import built_in_policy_losses
 from rlloss.cli import main
 from rlloss.cli_plot import curves
 from rlloss.losses.policy_registry import get_policy_loss
 
 
-@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize("name", built_in_policy_losses())
 def test_curves_are_finite(name: str) -> None:
     for advantage in (1.0, -1.0):
         ratio, values, slope = curves(get_policy_loss(name), advantage)

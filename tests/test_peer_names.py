@@ -104,7 +104,7 @@ def test_a_given_total_is_not_counted(
 
     calls = []
     monkeypatch.setattr(calibration, "all_reduce_sum", lambda values, group: calls.append(1) or values)
-    config = GRPOLossConfig(on_policy=True, loss_reduction=reduction)
+    config = GRPOLossConfig(on_policy=True, loss_reduction=reduction, reduce_loss=False)
     batch = {
         "shifted_labels": torch.zeros(2, 2, dtype=torch.long),
         "advantages": torch.ones(2),
@@ -113,3 +113,7 @@ def test_a_given_total_is_not_counted(
     }
     GRPOLossContext.build_batches([config.build(batch)], totals=totals)
     assert len(calls) == expected
+    calls.clear()
+    config = GRPOLossConfig(on_policy=True, loss_reduction=reduction)  # forward waits for every rank: first they agree
+    GRPOLossContext.build_batches([config.build(batch)], totals=totals)
+    assert len(calls) == max(expected, 1)
