@@ -5,7 +5,7 @@ A key is (function, "before -> after") as `tests/mutants.py` writes it.
 
 NO_ADVANTAGE = "differs where A = 0 only, and there the loss and its gradient are 0 either way"
 NO_GRADIENT = "a comparison has no gradient, so detaching what it compares changes nothing"
-TIE = "differs where a computed divergence or covariance equals its bound to the last bit only"
+TIE = "differs where a computed divergence, covariance or mean equals its bound to the last bit only"
 SAME_P = "differs at p = p_old only, where the divergence is 0 and so within any bound"
 COUNTS = "differs at an advantage of 0 only, where neither branch of the clip is larger"
 
@@ -25,6 +25,12 @@ EQUAL_GROUP = "matters for groups of one reward or none only, whose centred rewa
 STACKLEVEL = "says which line a warning names"
 SHORTCUT = "a case of its own for speed: the general way gives the same numbers there"
 TWO_AXES = "the tensor has two axes, so that 1 and -1 are the same one"
+ONLY_FINITE = "these numbers are looked at for NaN and inf only"
+EMPTY_GROUP = "makes room for one more group, which no response is in"
+MASKED_LATER = "what the caller leaves out by the same mask"
+ALL_DRAWN = "with all n answers drawn a right one is among them, and no wrong one loses anything"
+NO_TOKENS = "matters for a step without tokens only, which has no weights"
+NEITHER_NUMBER = "both are NaN where a bound is; where only one is, the next two conditions refuse the bounds too"
 SCALE_FREE = "changes the scale of weights whose sum divides them again"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -93,4 +99,19 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("opo_advantages", "1.0 -> 2.0"): SCALE_FREE,
     ("WordPlaces.__init__", "1 -> 0"): SHORTCUT,
     ("RowGradients.nonzero", "-1 -> 1"): TWO_AXES,
+    ("forward_kl_topk", "-1 -> 1"): TWO_AXES,
+    ("forward_kl_topk", "0.0 -> 1.0"): UNUSED_BRANCH,
+    ("optimal_token_baseline_advantages", "returns.sum(1) -> returns.mean(1)"): ONLY_FINITE,
+    ("_counted", "0.0 -> 1.0"): MASKED_LATER,
+    ("_passk_of", "n < k -> n <= k"): ALL_DRAWN,
+    ("normalize_step", "total[1].clamp(min=1.0) -> total[1]"): NO_TOKENS,
+    ("normalize_step", "1.0 -> 0.0"): NO_TOKENS,
+    ("normalize_step", "mean.clamp(min=1e-300) -> mean"): UNUSED_BRANCH,
+    ("normalize_step", "1e-300 -> 0.0"): UNUSED_BRANCH,
+    ("normalize_step", "mean > 1e-08 -> mean >= 1e-08"): TIE,
+    ("_dense", "0 -> 1"): EMPTY_GROUP,
+    ("RolloutImportanceSampling._sort", "low + high -> low - high"): NEITHER_NUMBER,
+    ("RolloutImportanceSampling._check", "2 -> 3"): STACKLEVEL,
+    ("RolloutImportanceSampling._check", "2 -> 0"): STACKLEVEL,
+    ("_dense", "1 -> 2"): EMPTY_GROUP,
 }

@@ -18,7 +18,7 @@ from rlloss.errors import BatchError, ConfigError, UnknownNameError
 from rlloss.functional.groups import Groups
 from rlloss.functional.outcome_advantages import length_scaled_grpo_advantages, passk_analytic_advantages
 from rlloss.functional.rewards import combine_rewards, repetition_penalty, soft_overlong_penalty
-from rlloss.functional.token_advantages import rewards_to_go, squared_score_norms
+from rlloss.functional.token_advantages import optimal_token_baseline_advantages, rewards_to_go, squared_score_norms
 
 Rewards = list[float]
 
@@ -172,6 +172,18 @@ def test_the_optimal_baseline_of_a_place_by_loops() -> None:
     assert float(found[1, 2]) == 0.0
 
 
+def test_an_empty_response_is_no_company_for_the_optimal_baseline() -> None:
+    norms = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    found = optimal_token_baseline_advantages(
+        rewards=torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float64),
+        mask=torch.tensor([[1, 1], [0, 0]]),
+        group_ids=torch.tensor([0, 0]),
+        squared_norms=norms,
+    )
+    assert found.tolist() == [[3.0, 2.0], [0.0, 0.0]]
+    assert not found.requires_grad
+
+
 def test_pass_at_k_of_groups_of_equal_answers_is_zero() -> None:
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     rewards = torch.tensor([0.0, 0, 0, 1, 1, 1, 1, 0, 0])
@@ -231,6 +243,7 @@ def test_reward_helpers() -> None:
     lengths = torch.tensor([6, 7, 10, 12])
     assert soft_overlong_penalty(lengths, 10, 4).tolist() == [0.0, -0.25, -1.0, -1.0]
     assert repetition_penalty([[1, 1, 1, 1], [1, 2]], 3, -2.0).tolist() == [-1.0, 0.0]
+    assert soft_overlong_penalty(lengths, 10, 1).tolist() == [0.0, 0.0, -1.0, -1.0]
     with pytest.raises(ConfigError, match="cache=0"):
         soft_overlong_penalty(lengths, 10, 0)
     with pytest.raises(ConfigError, match="max_penalty"):
@@ -304,6 +317,19 @@ def test_gdpo_whitens_over_what_counts() -> None:
     assert found([1.0, 0.0]) == [0.0, 0.0]
     assert found([2.0, 0.0]) == [0.0, 0.0]
     assert found([1.0, 1.0]) == found(None)
+
+
+def test_gdpo_leaves_out_a_sequence_without_a_reward_and_survives_equal_groups() -> None:
+    rewards, ids, lengths = torch.tensor([1.0, 3.0, math.nan]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    whole = rlloss.compute_advantages("gdpo", rewards=rewards, group_ids=ids, lengths=lengths)
+    part = rlloss.compute_advantages("gdpo", rewards=rewards[:2], group_ids=ids[:2], lengths=lengths[:2])
+    assert whole.tolist() == [*part.tolist(), 0.0]
+    assert rlloss.compute_advantages("gdpo", rewards=torch.ones(3), group_ids=ids).tolist() == [0.0] * 3
+
+
+def test_a_batch_of_one_reward_has_no_spread() -> None:
+    one = rlloss.compute_advantages("scaled", rewards=torch.ones(1), group_ids=torch.zeros(1).long(), scale="batch")
+    assert one.tolist() == [0.0]
 
 
 def test_token_estimators_have_no_graph_and_no_discount_by_default() -> None:

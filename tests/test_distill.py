@@ -74,9 +74,10 @@ def test_negative_distances_count_as_zero_unless_told_otherwise() -> None:
 
 def test_a_word_that_the_teacher_excludes_adds_nothing() -> None:
     student = torch.tensor([[-0.5, -2.0]], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([[-0.1, -math.inf]], dtype=torch.float64)
+    teacher = torch.tensor([[-0.1, -math.inf]], dtype=torch.float64, requires_grad=True)
     distance = forward_kl_topk(student, teacher)
     distance.sum().backward()
+    assert teacher.grad is None
     assert float(distance.detach()) == pytest.approx(math.exp(-0.1) * 0.4)
     assert student.grad is not None
     assert student.grad.tolist() == [[pytest.approx(-math.exp(-0.1)), 0.0]]
@@ -107,6 +108,7 @@ def test_reverse_kl_advantages() -> None:
     found = reverse_kl_advantages(old, torch.tensor([-2.0, -0.5, -0.5]), coef=2.0, max_abs=1.5)
     assert found.tolist() == [-2.0, 3.0, 0.0]
     assert not found.requires_grad
+    assert reverse_kl_advantages(old, torch.tensor([-2.0, -0.5, -0.5])).tolist() == [-1.0, 2.5, 0.0]
 
 
 def test_missing_and_unfit_numbers_are_named() -> None:

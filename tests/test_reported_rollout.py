@@ -156,3 +156,21 @@ def test_thresholds_of_verl_as_rules() -> None:
         bounds(None, 2.0, "token_k2,seq_max_k3", "1,2,3")
     with pytest.raises(ConfigError, match="one upper bound"):
         bounds(None, 2.0, "token_k2", "0.5_1")
+
+
+@pytest.mark.parametrize(("log_ratio", "right"), [(math.log(0.5), 1.0), (-19.0, math.exp(-19.0))])
+def test_the_mean_of_weights_divides_them_unless_it_is_nearly_zero(log_ratio: float, right: float) -> None:
+    """One token below 1; a mean of 1e-8 or less would blow up noise, and is left as it is, as in verl."""
+    rule = RolloutImportanceSampling.verl("token", 10.0, rollout_is_batch_normalize=True)
+    batch, _ = batch_of(log_ratio)
+    weights = calibrated(GRPOLossConfig(rollout_is=rule), batch).loss_kwargs.is_weights
+    assert weights is not None
+    assert float(weights[0, 0]) == pytest.approx(right)
+
+
+def test_the_weight_of_a_token_that_does_not_count_is_one() -> None:
+    batch, _ = batch_of(math.log(1.5), math.log(1.5))
+    batch["shifted_labels"] = labels(1, 0)
+    weights = calibrated(GRPOLossConfig(rollout_is=MASKED), batch).loss_kwargs.is_weights
+    assert weights is not None
+    assert weights.tolist() == [[pytest.approx(1.5), 1.0]]
