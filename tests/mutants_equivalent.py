@@ -99,6 +99,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("opo_advantages", "1.0 -> 2.0"): SCALE_FREE,
     ("WordPlaces.__init__", "1 -> 0"): SHORTCUT,
     ("RowGradients.nonzero", "-1 -> 1"): TWO_AXES,
+    ("RowGradients.unit", "-1 -> 1"): TWO_AXES,
     ("forward_kl_topk", "-1 -> 1"): TWO_AXES,
     ("forward_kl_topk", "0.0 -> 1.0"): UNUSED_BRANCH,
     ("optimal_token_baseline_advantages", "returns.sum(1) -> returns.mean(1)"): ONLY_FINITE,
