@@ -31,6 +31,9 @@ MASKED_LATER = "what the caller leaves out by the same mask"
 ALL_DRAWN = "with all n answers drawn a right one is among them, and no wrong one loses anything"
 NO_TOKENS = "matters for a step without tokens only, which has no weights"
 NEITHER_NUMBER = "both are NaN where a bound is; where only one is, the next two conditions refuse the bounds too"
+ANY_AT_ALL = "only whether it is above 0 is used"
+SAME_ENTROPY = "at q = 0 both branches of the entropy are one formula; of `log s` they are not, and that is found"
+BOTH_HOLD = "at the smallest normal number both branches have all their digits"
 SCALE_FREE = "changes the scale of weights whose sum divides them again"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -111,6 +114,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("normalize_step", "1e-300 -> 0.0"): UNUSED_BRANCH,
     ("normalize_step", "mean > 1e-08 -> mean >= 1e-08"): TIE,
     ("_dense", "0 -> 1"): EMPTY_GROUP,
+    ("correct_rollout", "segments.sum(outside.double()) -> segments.mean(outside.double())"): ANY_AT_ALL,
+    ("RowGradients.split_extra", "-1 -> 1"): TWO_AXES,
+    ("label_gradient", "-1 -> 1"): TWO_AXES,
+    ("off_label_gradient_", "-1 -> 1"): TWO_AXES,
+    ("Transform.apply_", "1.0 -> 0.0"): SHORTCUT,
+    ("row_stats", "q_label >= 0 -> q_label > 0"): SAME_ENTROPY,
+    (
+        "row_stats",
+        "label_part < torch.finfo(total.dtype).tiny -> label_part <= torch.finfo(total.dtype).tiny",
+    ): BOTH_HOLD,
     ("RolloutImportanceSampling._sort", "low + high -> low - high"): NEITHER_NUMBER,
     ("RolloutImportanceSampling._check", "2 -> 3"): STACKLEVEL,
     ("RolloutImportanceSampling._check", "2 -> 0"): STACKLEVEL,

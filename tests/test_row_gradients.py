@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlloss.heads.softmax import LARGEST_TOTAL, RowGradients, RowStats, Transform
+from rlloss.heads.softmax import LARGEST_TOTAL, RowGradients, RowStats, Transform, row_stats
 
 LOG_PROB = torch.tensor([0.0, -2.0, 0.0, 0.0, math.nan])
 ENTROPY = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
@@ -51,3 +51,34 @@ def test_logits_are_those_of_the_formula_whatever_is_skipped(
     logits = (logits if softcap is None else softcap * (logits / softcap).tanh()) / given
     found = Transform(None, scale, softcap).apply_(product.clone(), given)
     torch.testing.assert_close(found, logits, rtol=1e-14, atol=0)
+
+
+def test_derivatives_over_a_number_for_each_row() -> None:
+    extra = torch.tensor([[3.0, -1.0], [0.5, 4.0]])
+    over = RowGradients(torch.tensor([1.0, -2.0]), torch.tensor([6.0, 5.0]), extra).over(torch.tensor([2.0, 4.0]))
+    assert over.entropy is not None and over.extra is not None
+    assert over.log_prob.tolist() == [0.5, -0.5]
+    assert over.entropy.tolist() == [3.0, 1.25]
+    assert over.extra.tolist() == [[1.5, -0.5], [0.125, 1.0]]
+    alone = RowGradients(torch.tensor([1.0])).over(torch.tensor([4.0]))
+    assert alone.entropy is None and alone.extra is None
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 3.0])
+def test_a_nearly_certain_label_keeps_the_digits_of_total_and_entropy(q: float) -> None:
+    """One other word of `E = 1e-20`: with x = E / exp(q), `H = log(1 + x) - x log x / (1 + x)`."""
+    rest = torch.tensor([1e-20], dtype=torch.float64)
+    found = row_stats(rest, rest * rest.log(), torch.zeros(1).double(), torch.tensor([q]).double(), None)
+    x = 1e-20 / math.exp(q)
+    assert found.entropy is not None
+    assert float(found.entropy) == pytest.approx(math.log1p(x) - x * math.log(x) / (1 + x), rel=1e-12)
+    assert float(found.log_total) == pytest.approx(q + math.log1p(x), rel=1e-14)
+    assert float(found.log_prob) == pytest.approx(-math.log1p(x), rel=1e-14)
+
+
+def test_a_label_of_probability_zero_leaves_the_entropy_of_the_others() -> None:
+    label = torch.tensor([-math.inf], dtype=torch.float64)
+    found = row_stats(torch.tensor([2.0]).double(), torch.zeros(1).double(), torch.zeros(1).double(), label, None)
+    assert found.entropy is not None
+    assert float(found.entropy) == pytest.approx(math.log(2.0), rel=1e-14)
+    assert float(found.log_prob) == -1e4
