@@ -37,7 +37,7 @@ def _curves(chart: Chart, run: RunData) -> dict[str, list[Point]]:
         label: run.series(name, chart.phases) for name, label in chart.series.items() if run.series(name, chart.phases)
     }
     if chart.logarithmic:
-        found = {label: [(x, y if y else None) for x, y in points] for label, points in found.items()}
+        found = {label: [(x, y if y and y > 0 else None) for x, y in points] for label, points in found.items()}
     kept: dict[str, list[Point]] = {}
     for label, points in found.items():
         if any(y is not None for _, y in points) and points not in kept.values():

@@ -1,7 +1,6 @@
 """What a run has left in its folder, read as it is: finished, interrupted or still going."""
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ from rlloss.training.trace import EDGES, HISTOGRAMS_FILE, SAMPLES_FILE
 
 RECENT_SECONDS = 300.0
 """A run whose last line is younger than this is taken to be still going."""
+
+LARGEST = 1e300
+"""Beyond it a number is shown as not finite, and as 0 below its inverse: an axis needs room on both sides."""
 
 RL_PHASES = ("grpo", "ppo")
 
@@ -82,7 +84,7 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(
             f"{folder} holds no run: {missing}. Give a folder that `rlloss train` wrote, such as runs/NAME."
         )
-    lines = [line for line in read_lines(metrics) if isinstance(line.get("step"), int) and "phase" in line]
+    lines = [line for line in read_lines(metrics) if isinstance(line.get("phase"), str)]
     counted = read_lines(folder / HISTOGRAMS_FILE)
     edges = next((line["edges"] for line in counted if "edges" in line), EDGES)
     report = _json(folder / REPORT_FILE)
@@ -102,7 +104,9 @@ def read_run(folder: Path) -> RunData:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        return None
+    return float(value) if abs(value) >= 1 / LARGEST else 0.0
 
 
 def _json(path: Path) -> dict[str, Any]:

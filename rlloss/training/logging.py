@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -159,17 +160,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file, one a line, without a last one that was cut off."""
-    return [line for _, line in _written(path)]
-
-
-def _written(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    lines: list[tuple[str, dict[str, Any]]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """Returns the JSON objects of a file that have a step, one a line; what a kill or a disk left of others is not."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines: list[dict[str, Any]] = []
+    for line in text.splitlines():
         try:
-            lines.append((text, json.loads(text)))
-        except json.JSONDecodeError:
+            found = json.loads(line)
+        except ValueError:
             continue
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
+            lines.append(found)
     return lines
 
 
@@ -205,7 +205,9 @@ def _keep_lines(path: Path, done: int) -> None:
     """Removes the lines of steps that will be made again."""
     if path.exists():
         kept = [text for text, line in _written(path) if line["step"] <= done]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        partial = path.with_name(f".partial-{path.name}")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(partial, path)  # a kill or a full disk meanwhile leaves the lines as they were
 
 
 def _append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:

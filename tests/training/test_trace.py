@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,3 +144,21 @@ def test_samples_hold_plain_json(run: Run) -> None:
     for name in ("histograms.jsonl", "samples.jsonl"):
         text = (run.output / name).read_text()
         assert text.isascii() and all(json.loads(line) for line in text.splitlines())
+
+
+def test_a_resume_that_cannot_write_keeps_the_lines_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of steps to be made again are taken out in a file beside, which then takes the place of the first."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "phase": "grpo"}}\n' for step in range(5)) + "7\n")
+    whole = path.read_bytes()
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            RunLog(tmp_path, None, 2)
+    assert path.read_bytes() == whole
+    RunLog(tmp_path, None, 2)._file.close()
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 2]
