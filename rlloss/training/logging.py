@@ -161,15 +161,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file that have a step, one a line; what a kill or a disk left of others is not."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines: list[dict[str, Any]] = []
-    for line in text.splitlines():
+    return [line for _, line in _written(path)]
+
+
+def _written(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    whole = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines: list[tuple[str, dict[str, Any]]] = []
+    for text in whole.splitlines():
         try:
-            found = json.loads(line)
+            found = json.loads(text)
         except ValueError:
             continue
         if isinstance(found, dict) and isinstance(found.get("step"), int):
-            lines.append(found)
+            lines.append((text, found))
     return lines
 
 
