@@ -64,12 +64,13 @@ class Mutant:
 
     file: str
     line: int
+    column: int
     function: str
     change: str
     tree: ast.Module
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function}: {self.change}"
+        return f"{self.file}:{self.line}:{self.column} {self.function}: {self.change}"
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -131,7 +132,8 @@ def mutants(file: str, names: tuple[str, ...]) -> Iterator[Mutant]:
             for changed in changes(node):
                 before, after = ast.unparse(node), ast.unparse(changed)
                 whole = copy.deepcopy(Replace(node, changed).visit(copy_with(tree, node)))
-                yield Mutant(file, node.lineno, name, f"{before} -> {after}", ast.fix_missing_locations(whole))
+                change = f"{before} -> {after}"
+                yield Mutant(file, node.lineno, node.col_offset, name, change, ast.fix_missing_locations(whole))
 
 
 def copy_with(tree: ast.Module, kept: ast.AST) -> ast.Module:
