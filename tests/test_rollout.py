@@ -401,6 +401,8 @@ def test_a_bound_is_kept_and_metrics_count_sequences_with_tokens() -> None:
     assert not found.weights.requires_grad
     clamped = [float(found.metrics[f"is_clamped_{side}"]) for side in ("low", "high")]
     assert clamped == pytest.approx([1 / 3, 1 / 3])
+    above = correct_rollout(log_ratio, segments, (RolloutRule("token", "ratio", "clamp", None, 2.0),)).metrics
+    assert float(above["is_clamped_low"]) == 0.0
     at = correct_rollout(log_ratio, segments, (RolloutRule("token", "ratio", "clamp", 1.0, 1.0),)).metrics
     assert float(at["is_clamped_low"]) == float(at["is_clamped_high"]) == pytest.approx(1 / 3), "1 is no clamped ratio"
     distance = mismatch_metrics(log_ratio, torch.zeros(3).double(), segments)
