@@ -408,3 +408,17 @@ def test_a_bound_is_kept_and_metrics_count_sequences_with_tokens() -> None:
     distance = mismatch_metrics(log_ratio, torch.zeros(3).double(), segments)
     assert float(distance["mismatch_abs"]) == pytest.approx(1.0)
     assert float(distance["train_log_ppl"]) == pytest.approx(-0.25)
+
+
+def test_metrics_of_a_sequence_of_one_token_and_of_one_without() -> None:
+    """Sequences of two tokens, none, and one, whose log-ratio lies beyond the bound of 20."""
+    segments, log_ratio = Segments(torch.tensor([0, 0, 2]), 3), torch.tensor([0.1, 0.2, -30.0]).double()
+    rules = (RolloutRule("sequence", "ratio", "clamp", None, 5.0), RolloutRule("token", "ratio", "veto", 0.01, None))
+    found = correct_rollout(log_ratio, segments, rules)
+    for name in ("rollout_vetoed_sequences", "rollout_rejected_sequences"):
+        assert float(found.metrics[name]) == 0.5
+    assert float(found.normalizer[1]) == 2.0
+    distance = mismatch_metrics(log_ratio, torch.zeros(3).double(), segments)
+    assert float(distance["mismatch_abs_max"]) == pytest.approx(30.0)
+    k3 = math.fsum(math.expm1(x) - x for x in (0.1, 0.2, -20.0)) / 3
+    assert float(distance["mismatch_k3"]) == pytest.approx(k3)
