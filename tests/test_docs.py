@@ -65,6 +65,19 @@ def test_python_of_a_page_runs_beside_the_real_peer(page, peer, capsys, tmp_path
     run(page, blocks_of(page, peer), capsys)
 
 
+def test_the_blocks_for_xtuner_put_the_model_where_the_batch_goes(monkeypatch):
+    """XTuner's `build` moves a batch to the accelerator; a page whose model stays behind fails for all who have one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    page = ROOT / "docs" / "migrating.md"
+    blocks = [block for block in blocks_of(page, "xtuner") + blocks_of(page) if "xtuner" in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        inputs = "".join(re.findall(r"^import torch\n|^(?:device|hidden_states|head_weight) = .*\n", block, re.M))
+        names: dict[str, object] = {}
+        exec(inputs.replace('"cuda"', '"meta"'), names)
+        assert [names[name].device.type for name in ("hidden_states", "head_weight")] == ["meta", "meta"]
+
+
 def test_every_block_of_python_is_run():
     for page in PAGES:
         fences = re.findall(r"^```python.*$", page.read_text(), re.M)
