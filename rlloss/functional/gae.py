@@ -20,7 +20,7 @@ def gae_advantages(
     lam: float = 0.95,
     holes: Literal["skip", "steps"] = "skip",
 ) -> Tensor:
-    """`A_t = sum_l (gamma lam)^l delta_{t+l}` of a critic's values, `[B, T]`: what `gae` returns first, of its arguments."""
+    """`A_t = sum_l (gamma lam)^l delta_{t+l}`, `[B, T]`: what `gae` returns first, of the same arguments."""
     return gae(rewards, values, mask, gamma, lam, holes)[0]
 
 
