@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlloss.compat.names import VERL_LOSS_MODES
 from rlloss.compat.verl.counts import length_of, reduction_of, rows_of, totals_of
 from rlloss.compat.verl.losses import policy_metrics
-from rlloss.compat.verl.policy import setting
+from rlloss.compat.verl.policy import policy_loss_cfg, setting
 from rlloss.errors import BackendUnavailableError, ConfigError, nearest
 from rlloss.losses import GRPOLossConfig, GRPOLossContext, get_policy_loss, policy_loss_names
 
@@ -79,7 +78,7 @@ def _in_verls_form(name: str, settings: Mapping[str, Any] | None) -> VerlPolicyL
         counts = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None, "loss_scale_factor": None}
         counts |= setting(config, "global_batch_info", {}) if config is not None else {}
         loss_cfg = GRPOLossConfig(
-            policy_loss_cfg={"loss_type": name, **(_options(name, config) if settings is None else settings)},
+            policy_loss_cfg=policy_loss_cfg(name, config) if settings is None else {"loss_type": name, **settings},
             loss_reduction=reduction_of(loss_agg_mode),
             loss_length=length_of(loss_agg_mode, log_prob.shape[1], counts),
             reduce_loss=False,
@@ -97,15 +96,3 @@ def _in_verls_form(name: str, settings: Mapping[str, Any] | None) -> VerlPolicyL
 
     policy_loss.__name__ = policy_loss.__qualname__ = f"rlloss_{name}"
     return policy_loss
-
-
-def _options(name: str, config: Any) -> dict[str, Any]:
-    """Fields of a loss that verl has options for, read from the actor's config and its `policy_loss`."""
-    fields = next((fields for ours, fields in VERL_LOSS_MODES.values() if ours == name), {})
-    found: dict[str, Any] = {}
-    for theirs, ours in fields.items():
-        both = setting(config, "clip_ratio") if theirs in ("clip_ratio_low", "clip_ratio_high") else None
-        value = setting(setting(config, "policy_loss", {}), theirs)
-        value = setting(config, theirs, both) if value is None else value
-        found |= {} if value is None else {ours: value}
-    return found

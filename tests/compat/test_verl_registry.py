@@ -15,6 +15,7 @@ from torch import Tensor
 import rlloss
 from golden_cases import assert_close, tensor
 from rlloss.compat.names import VERL_LOSS_AGG_MODES, VERL_LOSS_MODES
+from rlloss.compat.verl import ppo_loss
 from rlloss.compat.verl_registry import register_in_verl
 from rlloss.errors import BackendUnavailableError, ConfigError
 
@@ -48,17 +49,39 @@ def recorded() -> list[Any]:
     return found[::3]
 
 
+def by_registry(name: str, config: Any, log_prob: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    ours = VERL_LOSS_MODES[name][0]
+    found: tuple[Tensor, dict[str, Any]] = registered()[f"rlloss_{ours}"](
+        log_prob=log_prob, loss_agg_mode=config.loss_agg_mode, config=config, **inputs
+    )
+    return found
+
+
+def by_worker(name: str, config: Any, log_prob: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """verl's worker has each response behind a prompt, here of one token; the last entry is about no token."""
+    rows, width = log_prob.shape
+    flat = torch.cat([log_prob, torch.full((rows, 1), torch.nan)], dim=1).reshape(-1)
+    ids = [torch.ones(rows, length, dtype=torch.int64) for length in (1, width)]
+    data = {"prompts": ids[0], "responses": ids[1], "attention_mask": torch.cat(ids, dim=1)}
+    data |= {"old_log_probs": inputs["old_log_prob"], **{key: inputs[key] for key in inputs if key != "old_log_prob"}}
+    counts = {key: value for key, value in config.global_batch_info.items() if key != "loss_scale_factor"}
+    config.loss_scale_factor = config.global_batch_info.get("loss_scale_factor")
+    config.policy_loss = {"loss_mode": name}
+    loss, metrics = ppo_loss(config, {"log_probs": flat}, {**data, **counts})
+    return loss, {key: value.aggregate() for key, value in metrics.items()}
+
+
+@pytest.mark.parametrize("way", [by_registry, by_worker])
 @pytest.mark.parametrize(("name", "case"), recorded())
-def test_verls_numbers(name: str, case: dict[str, Any]) -> None:
+def test_verls_numbers(name: str, case: dict[str, Any], way: Any) -> None:
     params, outputs = case["params"], case["outputs"]
     inputs = {key: tensor(value) for key, value in case["inputs"].items()}
     log_prob = inputs.pop("log_prob").requires_grad_()
-    ours = VERL_LOSS_MODES[name][0]
-    mode = IGNORES_MODE.get(name, params["loss_agg_mode"])
     config = SimpleNamespace(**{"policy_loss": {}, "global_batch_info": {}} | params)
+    config.loss_agg_mode = IGNORES_MODE.get(name, params["loss_agg_mode"])
     if name == "geo_mean":  # a plain mean over all rows in verl
         config.global_batch_info = {"global_batch_size": log_prob.shape[0]}
-    loss, metrics = registered()[f"rlloss_{ours}"](log_prob=log_prob, loss_agg_mode=mode, config=config, **inputs)
+    loss, metrics = way(name, config, log_prob, inputs)
     loss.backward()
     assert_close(loss, outputs["loss"], 1e-7, "loss")
     assert log_prob.grad is not None

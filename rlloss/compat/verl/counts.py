@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlloss.compat.names import VERL_LOSS_AGG_MODES
 from rlloss.compat.verl.metric import AggregationType
 from rlloss.compat.verl.padding import read
 from rlloss.errors import BatchError, UnknownNameError, nearest
@@ -12,13 +13,7 @@ from rlloss.losses.terms import Reduction
 from rlloss.losses.totals import Totals
 
 IGNORE = -100
-REDUCTIONS: dict[str, Reduction] = {
-    "token-mean": "token",
-    "token-sum": "sum",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "constant",
-    "seq-mean-token-mean": "sample",
-}
+REDUCTIONS: dict[str, Reduction] = {name: mode.reduction for name, mode in VERL_LOSS_AGG_MODES.items()}
 """verl's `loss_agg_mode` and rlloss's `loss_reduction`."""
 
 

@@ -52,9 +52,11 @@ def sft_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
 def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Result:
     """Policy loss, entropy bonus and KL loss of an actor.
 
+    Every loss takes the `loss_agg_mode`; verl's own sapo and geo_mean ignore it, and are always seq-mean-token-mean.
+
     Args:
-        config: Actor config: `policy_loss.loss_mode`, `clip_ratio*`, `loss_agg_mode`, `entropy_coeff`, `use_kl_loss`,
-            `kl_loss_coef`, `kl_loss_type`, `loss_scale_factor`; an object or a mapping, never written to.
+        config: Actor config: `policy_loss.loss_mode` and its options, `clip_ratio*`, `loss_agg_mode`, `entropy_coeff`,
+            `use_kl_loss`, `kl_loss_coef`, `kl_loss_type`, `loss_scale_factor`; an object or a mapping, only read.
         model_output: `log_probs`, and optionally `entropy`, over prompts and responses.
         data: `prompts`, `responses`, `response_mask`, `old_log_probs`, `advantages`; optionally `ref_log_prob`,
             `rollout_is_weights`; `dp_size`, `batch_num_tokens`, `global_batch_size`.
@@ -75,6 +77,7 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     batch = {
         **rows_of(mask),
         "old_logprobs": dense(read(data, "old_log_probs"), width),
+        "selection_logprobs": log_prob.detach(),
         "advantages": dense(read(data, "advantages"), width),
         "rollout_is_weights": dense(read(data, "rollout_is_weights"), width),
         "ref_logprobs": dense(read(data, "ref_log_prob"), width) if loss_cfg.use_kl_loss else None,
@@ -198,9 +201,9 @@ def _cross_entropy(batch: dict[str, Any], log_probs: Tensor, mode: str, counts: 
 
 
 def _actor_config(config: Any, mode: str, width: int, counts: dict[str, Any], has_entropy: bool) -> GRPOLossConfig:
-    own = own_policy_loss(loss_mode(config)) is not None
+    name = loss_mode(config)
     return GRPOLossConfig(
-        policy_loss_cfg={} if own else policy_loss_cfg(config),
+        policy_loss_cfg=policy_loss_cfg(name, config) if own_policy_loss(name) is None else {},
         use_kl_loss=bool(setting(config, "use_kl_loss", False)),
         kl_loss_coef=setting(config, "kl_loss_coef", 0.001),
         kl_loss_type=setting(config, "kl_loss_type"),

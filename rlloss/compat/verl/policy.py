@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rlloss.compat.names import VERL_LOSS_MODES, verl_policy_loss
 from rlloss.losses.policy_registry import get_policy_loss
 from rlloss.registry import Registry
 
@@ -14,7 +15,9 @@ VerlPolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 F = TypeVar("F", bound=VerlPolicyLoss)
 
 _OWN: Registry[VerlPolicyLoss] = Registry("verl policy loss")
-_RENAMED = {"geo_mean": "gmpo", "gpg": "reinforce"}
+_OPTIONS = {"clip_ratio", *(theirs for _, fields in VERL_LOSS_MODES.values() for theirs in fields)}
+_DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_c": 3.0}
+"""verl's own, for a config without these fields."""
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:
@@ -56,19 +59,18 @@ def loss_mode(config: Any) -> str:
     return str(setting(setting(config, "policy_loss", {}), "loss_mode", "vanilla"))
 
 
-def policy_loss_cfg(config: Any) -> dict[str, Any]:
-    """Translates an actor config into rlloss's `policy_loss_cfg`."""
-    mode = loss_mode(config)
-    entry = get_policy_loss(_RENAMED.get(mode, mode))
-    bound = setting(config, "clip_ratio", 0.2)
-    given = {
-        "cliprange_low": setting(config, "clip_ratio_low", bound),
-        "cliprange_high": setting(config, "clip_ratio_high", bound),
-        "clip_ratio_c": setting(config, "clip_ratio_c", 3.0),
-    }
-    for place in (config, setting(config, "policy_loss", {})):
-        for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio"):
-            value = setting(place, name)
-            given |= {} if value is None else {name: value}
-    known = entry.config.model_fields if entry.config is not None else given
-    return {"loss_type": entry.name, **{name: value for name, value in given.items() if name in known}}
+def policy_loss_cfg(mode: str, config: Any) -> dict[str, Any]:
+    """Translates an actor config into rlloss's `policy_loss_cfg`; fields are read from its `policy_loss` first.
+
+    Args:
+        mode: verl's name of a loss, or ours. One that verl does not have takes verl's clip bounds, where it has them.
+        config: The actor config.
+    """
+    inner = setting(config, "policy_loss", {})
+    options = {name: setting(inner, name, setting(config, name, _DEFAULTS.get(name))) for name in _OPTIONS}
+    if mode in VERL_LOSS_MODES:
+        return verl_policy_loss(mode, options)
+    entry = get_policy_loss(mode)
+    theirs = next((name for name, (ours, _) in VERL_LOSS_MODES.items() if ours == entry.name), "vanilla")
+    fields = {**verl_policy_loss(theirs, options), "loss_type": entry.name}
+    return {name: value for name, value in fields.items() if entry.config is None or name in entry.config.model_fields}
