@@ -194,17 +194,14 @@ def test_b09_metrics_ignore_a_masked_row(head: Head) -> None:
 
 @every_mode
 @pytest.mark.parametrize(
-    ("advantage", "dual", "loss", "grad_is_zero"),
-    [(1.0, 3.0, -1.2, True), (-1.0, 3.0, 3.0, True), (-1.0, None, 4.85165e8, True), (0.0, 3.0, 0.0, True)],
+    ("advantage", "dual", "loss"), [(1.0, 3.0, -1.2), (-1.0, 3.0, 3.0), (-1.0, None, 4.85165e8), (0.0, 3.0, 0.0)]
 )
-def test_c01_a_stale_token_stays_finite(
-    head: Head, advantage: float, dual: float | None, loss: float, grad_is_zero: bool
-) -> None:
+def test_c01_a_stale_token_stays_finite(head: Head, advantage: float, dual: float | None, loss: float) -> None:
     rule = PLAIN | {"clip_ratio_c": dual}
     step = two_tokens(head, (-101.0,), (advantage,), (1,), policy_loss_cfg=rule)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert step.weight_grad.isfinite().all()
-    assert step.hidden_grads[0].eq(0).all() == grad_is_zero
+    assert step.hidden_grads[0].eq(0).all()
 
 
 @every_mode

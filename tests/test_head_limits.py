@@ -264,13 +264,15 @@ def test_the_head_chooses_a_chunk_size() -> None:
     assert [choose_chunk_size(v, 4) for v in (32000, 151936, 2_000_000)] == [2048, 384, 128]
 
 
-def test_e26_per_token_log_probs_have_their_shape() -> None:
+@steps.every_mode
+def test_e26_per_token_log_probs_have_their_shape(head: dict[str, Any]) -> None:
     hidden, weight, labels = tensors(6, 4, 9)
-    labels[0, 2] = IGNORED
-    config = LogProbConfig(mode="chunk", chunk_size=4)
-    found = config.build({"shifted_labels": labels}).forward(hidden, weight).loss
+    expected = (hidden @ weight.T).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1).detach()
+    labels[0, 2], expected[0, 2] = IGNORED, 0.0
+    found = LogProbConfig(**head).build({"shifted_labels": labels}).forward(hidden, weight).loss
     assert found.shape == labels.shape
     assert found[0, 2] == 0.0
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-6, atol=1e-6)
 
 
 # Liger mode refuses -inf by name.

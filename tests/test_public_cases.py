@@ -30,7 +30,7 @@ def looks(function: ast.FunctionDef) -> bool:
 
 
 def numbers(function: ast.FunctionDef, module: ast.Module) -> set[float]:
-    """Numbers of a test, with its decorators and docstring, and those of the names of the module that it reads."""
+    """Numbers of a test, with its decorators, and those of the names of the module that it reads; prose holds none."""
     shared: dict[str, ast.AST] = {}
     for node in module.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -42,7 +42,11 @@ def numbers(function: ast.FunctionDef, module: ast.Module) -> set[float]:
     seen: set[str] = set()
     found: set[float] = set()
     while waiting:
-        for node in ast.walk(waiting.pop()):
+        place = waiting.pop()
+        prose = place.body[0] if isinstance(place, ast.FunctionDef) and ast.get_docstring(place) is not None else None
+        for node in ast.walk(place):
+            if node is getattr(prose, "value", None):
+                continue
             if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
                 found.add(abs(float(node.value)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

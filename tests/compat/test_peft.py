@@ -1,4 +1,4 @@
-"""LoRA on the head: PEFT's own layers, and a layer with the same attributes where PEFT is not installed."""
+"""LoRA on the head, in PEFT's own layers."""
 
 from __future__ import annotations
 
@@ -6,55 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hf_models import assert_same_step, batch, make, our_loss, own_loss
-from rlloss import CELossConfig
 from rlloss.compat import hf
 from rlloss.errors import ConfigError
-
-
-class Lora(nn.Module):
-    """The attributes of a LoRA layer as PEFT has them."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False, dtype=torch.float64)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False, dtype=torch.float64)})
-        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
-        self.scaling = {"default": 0.5}
-        self.active_adapters = ["default"]
-        self.disable_adapters = self.merged = False
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        update: Tensor = self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](hidden)))
-        return self.base_layer(hidden) + self.scaling["default"] * update  # type: ignore[no-any-return]
-
-
-def test_a_layer_with_the_attributes_of_lora_trains() -> None:
-    model = make("Qwen3")
-    model.lm_head = Lora(model.lm_head)
-    assert_same_step(model, own_loss(model), our_loss(model))
-    assert model.lm_head.lora_A["default"].weight.grad.abs().max() > 0
-
-
-def test_e08_the_case_with_its_number() -> None:
-    layer = Lora(nn.Linear(2, 3, bias=False, dtype=torch.float64), rank=1)
-    layer.scaling["default"] = 1.0
-    with torch.no_grad():
-        layer.base_layer.weight.copy_(torch.tensor([[0.5, -0.5], [0.0, 1.0], [-1.0, 0.5]]))
-        layer.lora_A["default"].weight.copy_(torch.tensor([[1.0, 0.0]]))
-        layer.lora_B["default"].weight.copy_(torch.tensor([[0.0], [1.0], [0.0]]))
-    weight, bias, adapters = hf._linear(layer)
-    head = hf.CausalHead(weight, bias, 1.0, None, adapters)
-    config = CELossConfig(mode="chunk")
-    context = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": torch.tensor([[0, 1]])})])[0]
-    loss = context.forward(head.inputs(torch.eye(2, dtype=torch.float64)[None]), head.weight, head.bias).loss
-    assert float(loss.detach()) == pytest.approx(0.8295438, abs=1e-6)
-    loss.backward()
-    assert layer.lora_A["default"].weight.grad.abs().sum() > 0
-
 
 peft = pytest.importorskip("peft")
 
