@@ -91,7 +91,9 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, loss_weights: Tensor, kl_
     """
     if kl_penalty is None:
         raise UnknownNameError(f"kl_penalty is None: say which estimator, one of {', '.join(KL_KINDS)}.")
-    return weighted_sum(kl_of_tokens(logprobs, ref_logprobs, kl_penalty), _numbers(loss_weights, logprobs))
+    weights = _numbers(loss_weights, logprobs)
+    new, reference = _counted(weights, (logprobs, ref_logprobs))
+    return weighted_sum(kl_of_tokens(new, reference, kl_penalty), weights)
 
 
 def compute_kl_loss_weight(
@@ -163,9 +165,10 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
 
 def _token_loss(name: str, tensors: Sequence[Tensor], policy_loss_cfg: Any) -> Tensor:
     """Evaluates a token-level loss on tensors of any shape, and sums it with weights."""
-    log_prob, old, advantages, weights = (tensor.reshape(-1) for tensor in tensors)
+    *columns, weights = (tensor.reshape(-1) for tensor in tensors)
     entry = get_policy_loss(name)
-    weights = _numbers(weights, log_prob)
+    weights = _numbers(weights, columns[0])
+    log_prob, old, advantages = _counted(weights, columns)
     available = {
         "log_prob": log_prob,
         "old_log_prob": old.detach(),
@@ -178,6 +181,11 @@ def _token_loss(name: str, tensors: Sequence[Tensor], policy_loss_cfg: Any) -> T
     result = entry.fn(**{key: available[key] for key in entry.needs})
     values = result[0] if isinstance(result, tuple) else result
     return values if values.ndim == 0 else weighted_sum(values, weights)
+
+
+def _counted(weights: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Puts 0 at tokens of weight 0: the derivative of what stood there, times 0, may be NaN."""
+    return [torch.where(weights != 0, tensor, 0.0) for tensor in tensors]
 
 
 def _numbers(weights: Tensor, like: Tensor) -> Tensor:
