@@ -214,6 +214,23 @@ def test_metrics() -> None:
         verl.Metric.aggregate_dp([metric, verl.Metric("sum", 1.0)])
 
 
+@pytest.mark.parametrize(("coef", "kind", "value"), [(0.0, None, 0.3678794), (0.5, "k2", 0.5), (0.0, "kl", 1.0)])
+def test_the_reported_kl_needs_no_coefficient(coef: float, kind: str | None, value: float) -> None:
+    """log-prob -1 and reference -2 at each token of each of two micro-batches: half of the mean in each."""
+    ids = [torch.ones(1, length, dtype=torch.int64) for length in (1, 2)]
+    data = {"prompts": ids[0], "responses": ids[1], "attention_mask": torch.ones(1, 3), "response_mask": ids[1]}
+    data |= {"old_log_probs": torch.full((1, 2), -1.0), "advantages": torch.zeros(1, 2), "batch_num_tokens": 4}
+    data["ref_log_prob"] = torch.full((1, 2), -2.0)
+    config = SimpleNamespace(use_kl_loss=True, kl_loss_coef=coef, kl_loss_type=kind)
+    loss, found = verl.ppo_loss(config, {"log_probs": torch.full((3,), -1.0)}, data)
+    assert float(loss) == pytest.approx(coef * value / 2, abs=1e-6)
+    assert found["kl_loss"].aggregate() == pytest.approx(value / 2, abs=1e-6)
+    assert (found["kl_loss"].aggregation, found["kl_coef"]) == (verl.AggregationType.SUM, coef)
+    del data["ref_log_prob"]
+    with pytest.raises(BatchError, match="'ref_log_prob'"):
+        verl.ppo_loss(config, {"log_probs": torch.full((3,), -1.0)}, data)
+
+
 def test_missing_entries_are_named() -> None:
     data = jagged_data()
     del data["advantages"]

@@ -65,7 +65,8 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     Returns:
         The loss, times `dp_size`, and metrics under verl's names.
     """
-    require_entries(data, ("response_mask", "old_log_probs", "advantages"), "ppo_loss")
+    reference = ("ref_log_prob",) if setting(config, "use_kl_loss", False) else ()
+    require_entries(data, ("response_mask", "old_log_probs", "advantages", *reference), "ppo_loss")
     log_prob = no_padding_2_padding(model_output["log_probs"], data)
     entropy = read(model_output, "entropy")
     entropy = None if entropy is None else no_padding_2_padding(entropy, data)
@@ -80,7 +81,7 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
         "selection_logprobs": log_prob.detach(),
         "advantages": dense(read(data, "advantages"), width),
         "rollout_is_weights": dense(read(data, "rollout_is_weights"), width),
-        "ref_logprobs": dense(read(data, "ref_log_prob"), width) if loss_cfg.use_kl_loss else None,
+        "ref_logprobs": dense(read(data, "ref_log_prob"), width) if reference else None,
     }
     own = own_policy_loss(loss_mode(config))
     pg_loss: Any = None
@@ -102,9 +103,10 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     if entropy is not None:
         summed = agg_loss(entropy.detach(), mask, mode, **counts)
         found["actor/entropy_loss"] = Metric(kind, summed)
-    if loss_cfg.use_kl_loss:
-        share = float(extra["kl_loss"]) / loss_cfg.kl_loss_coef * scale if "kl_loss" in extra else 0.0
-        found |= {"kl_loss": Metric(kind, share), "kl_coef": loss_cfg.kl_loss_coef}
+    if reference:
+        # Not out of the loss: a coefficient of 0 has no term there, and verl still reports the divergence.
+        kl = token_kl(log_prob.detach(), batch["ref_logprobs"], loss_cfg.kl_loss_type or "k3")
+        found |= {"kl_loss": Metric(kind, agg_loss(kl, mask, mode, **counts)), "kl_coef": loss_cfg.kl_loss_coef}
     return loss, found
 
 
