@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlloss.bench.measure import Line, Plan, busy_neighbour, measure_times
+from rlloss.bench.measure import Line, Plan, busy_neighbour, measure_peak, measure_times
 from rlloss.bench.problem import Shape, exact_gradients, make_problem
 from rlloss.bench.quiet import Usage, usage
 from rlloss.bench.subjects import Subject, subjects
@@ -65,10 +66,39 @@ def test_pairs_beside_a_busy_process_are_thrown_away() -> None:
     assert (line.ratios, line.noisy, line.ratio) == ([], 3, None)
 
 
+def test_a_line_is_the_time_of_the_subject_over_that_of_its_products() -> None:
+    line = Line("x")
+    slow = Subject("x", lambda i: (time.sleep(0.04), (None, None))[1], lambda i: time.sleep(0.01))
+    measure_times(slow, line, SMALL, Plan(pairs=4, most=4, others_allowed=9.0), None, lambda: None)
+    assert min(line.seconds) >= 0.04
+    assert len(line.ratios) == 4
+    assert 2.0 < min(line.ratios) <= max(line.ratios) < 6.0
+    known = Line("y", ratios=[1.0, 4.0, 2.0, 3.0])
+    assert (known.ratio, known.spread) == (2.5, (1.75, 3.25))
+
+
+def test_peak_memory_is_what_one_run_adds() -> None:
+    def run(number: int) -> tuple[None, None]:
+        block = torch.ones(64 << 18)  # 64 MiB
+        time.sleep(0.05)
+        del block
+        return None, None
+
+    found = measure_peak(Subject("x", run, lambda i: None), SMALL)
+    assert found is None or 60 < found < 80
+
+
 def test_a_neighbour_that_was_asked_for_is_excused() -> None:
+    """Its processor time is read, in seconds, and it is gone afterwards."""
     with busy_neighbour(True) as pid:
         assert pid is not None
-        assert usage(pid).excused >= 0.0
+        before, start = usage(pid), time.monotonic()
+        while usage(pid).excused < before.excused + 0.1:
+            assert time.monotonic() < start + 60
+            time.sleep(0.02)
+        assert usage(pid).excused - before.excused <= 1.2 * (time.monotonic() - start) + 0.05
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_an_unknown_subject_is_named() -> None:
