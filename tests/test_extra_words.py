@@ -125,18 +125,29 @@ def test_a_row_with_a_gradient_of_its_extra_words_only_is_not_skipped() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-13)
 
 
-def test_bfloat16_and_far_words() -> None:
-    """A word far below the maximum has a finite log-prob, and 16-bit products stay within their rounding."""
+def test_a_word_far_below_the_maximum_has_its_log_prob() -> None:
+    """The second token asks twice for word 2, which lies 300 nats lower than without the bias."""
     inputs = problem(torch.float32)
-    far = replace(inputs, bias=torch.tensor([0.0, 0.0, -300.0, 0, 0, 0, 0], requires_grad=True))
+    assert inputs.bias is not None
+    bias = inputs.bias.detach() + torch.tensor([0.0, 0.0, -300.0, 0.0, 0.0, 0.0, 0.0])
+    logits = inputs.hidden.detach()[0, 1].double() @ inputs.weight.detach().double().T + bias.double()
     for mode in ("eager", "chunk"):
-        stats, _ = token_stats(mode, far, HeadOptions(chunk_size=2))  # type: ignore[arg-type]
+        stats, _ = token_stats(mode, replace(inputs, bias=bias), HeadOptions(chunk_size=2))  # type: ignore[arg-type]
         assert stats.extra_log_prob is not None
-        assert float(stats.extra_log_prob[1, 0]) < -250
+        assert stats.extra_log_prob[1].tolist() == pytest.approx([float(logits.log_softmax(-1)[2])] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(("float32_logits", "bound"), [(True, 2.0**-7), (False, 2e-2)])
+def test_bfloat16(float32_logits: bool, bound: float) -> None:
+    """Against float64 on the same numbers: gradients are rounded before and after they are multiplied, logits once."""
     half = problem(torch.bfloat16)
-    wanted = gradients("eager", HeadOptions(), problem(torch.float32))
-    for mine, theirs in zip(gradients("chunk", HeadOptions(chunk_size=2), half), wanted, strict=True):
-        torch.testing.assert_close(mine.float(), theirs, rtol=0.05, atol=0.1)
+    assert half.bias is not None
+    exact = [part.detach().double().requires_grad_() for part in (half.hidden, half.weight, half.bias)]
+    wanted = gradients("eager", HeadOptions(), replace(half, hidden=exact[0], weight=exact[1], bias=exact[2]))
+    for mode in ("eager", "chunk"):
+        options = HeadOptions(chunk_size=2, float32_logits=float32_logits)
+        for mine, theirs in zip(gradients(mode, options, half), wanted, strict=True):
+            assert (mine.double() - theirs).abs().max() <= bound * theirs.abs().max()
 
 
 def test_liger_refuses_by_name() -> None:

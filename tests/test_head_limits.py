@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import steps
 from rlloss import CELossConfig, DistillLossConfig, GRPOLossConfig, LogProbConfig, Totals
@@ -214,44 +213,6 @@ def test_two_oracles(batch: str) -> None:
     errors = {mode: float((gradient(mode, torch.float32) - true).norm() / true.norm()) for mode in ("eager", "chunk")}
     assert errors["chunk"] <= 1.2 * errors["eager"]
     assert errors["chunk"] < 1e-6
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("mode", ["chunk", "eager", "liger"])
-def test_m03_checkpointing_around_the_loss(reentrant: bool, mode: Any) -> None:
-    hidden, weight, labels = tensors(16, 4, 9)
-    config = CELossConfig(mode=mode, chunk_size=4)
-    ready = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": labels})])[0]
-    plain = torch.autograd.grad(ready.forward(hidden, weight).loss, (hidden, weight))
-    loss = checkpoint(lambda h, w: ready.forward(h * 1.0, w).loss, hidden, weight, use_reentrant=reentrant)
-    loss.backward()
-    for mine, theirs in zip((hidden.grad, weight.grad), plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("mode", ["chunk", "liger"])
-def test_a_graph_of_the_gradients_is_refused(mode: Any) -> None:
-    hidden, weight, labels = tensors(16, 4, 9)
-    config = CELossConfig(mode=mode)
-    ready = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": labels})])[0]
-    with pytest.raises(RuntimeError, match=mode):
-        torch.autograd.grad(ready.forward(hidden, weight).loss, hidden, create_graph=True)
-
-
-def test_tied_embeddings_and_other_strides() -> None:
-    """The weight is also an embedding, stored transposed; hidden states are a slice of something wider."""
-    table = torch.randn(6, 11, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    labels = torch.tensor([[1, 5, 10, 0], [3, IGNORED, 2, 7]])
-    grads = []
-    for mode in ("eager", "chunk"):
-        leaf = table.clone().requires_grad_()
-        weight = leaf.T
-        hidden = F.embedding(labels.clamp(min=0), weight).repeat(1, 1, 2)[..., ::2]
-        config = CELossConfig(mode=mode, chunk_size=3)  # type: ignore[arg-type]
-        ready = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": labels})])[0]
-        ready.forward(hidden, weight).loss.backward()
-        grads.append(leaf.grad)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
 
 
 def test_the_head_chooses_a_chunk_size() -> None:
