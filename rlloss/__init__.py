@@ -11,7 +11,7 @@ from rlloss.functional.advantage_registry import (
 )
 from rlloss.functional.distill import reverse_kl_advantages
 from rlloss.functional.kl import kl_penalty
-from rlloss.heads import TokenStats, gather_logprobs
+from rlloss.heads import TokenStats, gather_logprobs, release_buffers
 from rlloss.losses import (
     ActorCriticLossConfig,
     ActorCriticLossContext,
@@ -120,6 +120,7 @@ __all__ = [
     "policy_loss_names",
     "register_advantage",
     "register_policy_loss",
+    "release_buffers",
     "reverse_kl_advantages",
     "unregister_advantage",
     "unregister_policy_loss",

@@ -24,7 +24,7 @@ gather_logprobs kl_penalty AdaptiveEntropyCoef reverse_kl_advantages
 advantage_names compute_advantages get_advantage register_advantage unregister_advantage
 OrealLossConfig OrealLossContext OrealLossKwargs MixedLossConfig MixedLossContext MixedLossKwargs
 DistillLossConfig DistillLossContext DistillLossKwargs
-LMHead errors metrics
+LMHead errors metrics release_buffers
 """.split()  # noqa: SIM905
 
 HEAD_ARGUMENTS = ["self", "hidden_states", "head_weight", "head_bias=None", "*vocab_group=None", "*vocab_mesh=None"]

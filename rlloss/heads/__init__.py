@@ -5,6 +5,7 @@
 
 from rlloss.heads.inputs import HeadInputs, HeadOptions, HeadOutput, LossFn, Objective, TokenStats
 from rlloss.heads.logits import gather_logprobs
+from rlloss.heads.memory import release_buffers
 from rlloss.heads.run import fused_cross_entropy, run_head, token_stats
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "TokenStats",
     "fused_cross_entropy",
     "gather_logprobs",
+    "release_buffers",
     "run_head",
     "token_stats",
 ]

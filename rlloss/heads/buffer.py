@@ -17,14 +17,17 @@ from rlloss.heads.softmax import RowStats, Transform, row_stats
 from rlloss.heads.vocab_parallel import VocabShard
 from rlloss.heads.words import WordPlaces, places_of
 
-TILE_ELEMENTS = 1 << 22
-"""Numbers of one tile on a CPU: 16 MiB of float32. Smaller tiles lose more to threads than caches give back."""
+TILE_ELEMENTS = 1 << 23
+"""Numbers of one tile on a CPU: 32 MiB of float32. Smaller tiles lose more to threads than caches give back."""
 
 PIECE_WORDS = 16384
 """Words that the passes with temporaries take at once, so that these are no second chunk."""
 
 PASSING_ROWS = 2048
 """Rows that are projected at once where nothing is kept of them."""
+
+SAMPLE_WORDS = 1024
+"""Words whose largest logit is the estimate of a row's shift."""
 
 UNSHIFTED = 20.0
 """Rows whose logits reach no further than this need no shift before `exp`."""
@@ -174,7 +177,8 @@ class ChunkLogits:
             self.transform.apply_(logits, temperature)
             _take_words(logits.view(-1), words, number, found)
             if exact or number == 0:
-                peak = logits.amax(dim=0).clamp_(min=torch.finfo(logits.dtype).min)
+                seen = logits if exact else logits[:SAMPLE_WORDS]
+                peak = seen.amax(dim=0).clamp_(min=torch.finfo(logits.dtype).min)
                 shift, rest, weighted = _follow(shift, peak, rest, weighted)
                 if not exact:
                     shift = torch.where(shift.abs() <= UNSHIFTED, 0.0, shift)

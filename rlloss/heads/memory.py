@@ -1,35 +1,86 @@
-"""Large buffers on a CPU: in huge pages, where the system lets a program ask for them."""
+"""Large buffers on a CPU: in huge pages, and taken again once nobody uses them, as torch's own caches on devices do."""
 
-import ctypes
-import functools
+import contextlib
 import mmap
 import sys
-from typing import Any
+import threading
+import weakref
+from math import prod
 
 import torch
 from torch import Tensor
 
-MADV_HUGEPAGE = 14
 SMALLEST = 16 << 20
-"""Below this many bytes ordinary pages cost nothing worth saving."""
+"""Below this many bytes ordinary memory costs nothing worth saving."""
+
+MOST_IDLE = 2
+"""Unused buffers that are kept: a chunk of logits, and the gradient of a head."""
 
 
 def large_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns uninitialised memory on the device of `like`.
 
-    The first touch of 64 MiB in pages of 4 KiB costs as much as two percent of a step's products; in huge pages a fifth
-    of that.
+    The first touch of new memory costs as much as some percent of a step's products, so that large buffers on a CPU are
+    kept for the next call (`release_buffers` lets go of them).
     """
-    buffer = like.new_empty(shape, dtype=dtype)
-    size = buffer.numel() * buffer.element_size()
-    if size >= SMALLEST and type(buffer) is Tensor and buffer.device.type == "cpu" and sys.platform == "linux":
-        start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (buffer.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        # Advice only: a kernel without huge pages refuses it, and nothing changes.
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), MADV_HUGEPAGE)
-    return buffer
+    size = prod(shape) * dtype.itemsize
+    if size < SMALLEST or type(like) is not Tensor or like.device.type != "cpu" or sys.platform != "linux":
+        return like.new_empty(shape, dtype=dtype)
+    return torch.frombuffer(_POOL.take(size), dtype=dtype, count=prod(shape)).view(shape)
 
 
-@functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)
+def release_buffers() -> int:
+    """Gives the memory of all unused buffers on the CPU back to the system.
+
+    Returns:
+        How much that was, bytes.
+    """
+    return _POOL.release(keep=0)
+
+
+class _Pool:
+    """Blocks of memory, each lent as a view: a block is free again once its view, which the tensors hold, is gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
+
+    def take(self, size: int) -> memoryview:
+        """Lends the smallest free block that is not far too large; else all free ones make room for a new one."""
+        with self._lock:
+            fitting = [block for block in self._idle() if size <= len(block) <= 2 * size]
+            if fitting:
+                block = min(fitting, key=len)
+                self._blocks = [pair for pair in self._blocks if pair[0] is not block]
+                self._drop(MOST_IDLE)
+            else:
+                self._drop(0)
+                block = _map(size)
+            view = memoryview(block)
+            self._blocks.append((block, weakref.ref(view)))
+            return view
+
+    def release(self, keep: int) -> int:
+        """Drops free blocks until `keep` of them are left; returns their bytes."""
+        with self._lock:
+            return self._drop(keep)
+
+    def _idle(self) -> list[mmap.mmap]:
+        return [block for block, lent in self._blocks if lent() is None]
+
+    def _drop(self, keep: int) -> int:
+        idle = self._idle()
+        dropped = idle[: max(len(idle) - keep, 0)]
+        self._blocks = [pair for pair in self._blocks if not any(pair[0] is block for block in dropped)]
+        return sum(len(block) for block in dropped)
+
+
+def _map(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Advice only: a kernel without huge pages refuses it, and nothing changes.
+    with contextlib.suppress(AttributeError, OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+_POOL = _Pool()
