@@ -227,22 +227,32 @@ REST = {
     "cut off": b'{"step": 51, "pha',
     "no object": b"5\n[1]\nnull\n",
     "no text": b"\xff\xfe\x00" + bytes(50),
-    "no step": b'{"phase": "grpo"}\n{"step": "x", "phase": "grpo"}\n',
-    "no phase": b'{"step": 51, "phase": ["grpo"]}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "too many digits": b'{"step": 51, "phase": "grpo", "loss": 1' + b"0" * 5000 + b"}\n",
+}
+NUMBERS = {
     "not finite": b'{"step": 51, "phase": "grpo", "loss": Infinity, "lr": NaN}\n',
     "beyond": b'{"step": 51, "phase": "grpo", "loss": 1e308, "lr": 5e-324}\n'
     b'{"step": 52, "phase": "grpo", "loss": -1e308, "lr": -1.0, "rollout_logprob_gap": -1.0}\n',
     "many digits": b'{"step": 51, "phase": "grpo", "loss": 1' + b"0" * 400 + b"}\n",
-    "too many digits": b'{"step": 51, "phase": "grpo", "loss": 1' + b"0" * 5000 + b"}\n",
 }
 
 
 @pytest.mark.parametrize("file", ["metrics", "histograms", "samples"])
 @pytest.mark.parametrize("rest", REST)
 def test_what_a_kill_or_a_disk_leaves_in_a_file_is_passed_over(tmp_path: Path, rest: str, file: str) -> None:
+    as_many_charts_as_without(tmp_path, f"{file}.jsonl", REST[rest])
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_numbers_that_no_picture_can_hold(tmp_path: Path, numbers: str) -> None:
+    as_many_charts_as_without(tmp_path, "metrics.jsonl", NUMBERS[numbers])
+
+
+def as_many_charts_as_without(tmp_path: Path, file: str, rest: bytes) -> None:
     folder = make_run(tmp_path / "run")
-    with (folder / f"{file}.jsonl").open("ab") as lines:
-        lines.write(REST[rest])
+    with (folder / file).open("ab") as lines:
+        lines.write(rest)
     tags = Tags(page(read_run(folder)))
     assert not tags.open and not tags.wrong
     assert tags.count("figure", "chart") == Tags(page(read_run(make_run(tmp_path / "whole")))).count("figure", "chart")

@@ -1,6 +1,5 @@
 """What a run has left in its folder, read as it is: finished, interrupted or still going."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from rlloss.errors import ConfigError
-from rlloss.training.logging import METRICS_FILE, read_lines
+from rlloss.report.files import (
+    LARGEST,
+    Place,
+    each,
+    finite,
+    is_count,
+    is_number,
+    is_number_or_null,
+    is_text,
+    read_object,
+    read_objects,
+)
+from rlloss.training.logging import METRICS_FILE
 from rlloss.training.run import REPORT_FILE
 from rlloss.training.trace import EDGES, HISTOGRAMS_FILE, SAMPLES_FILE
 
 RECENT_SECONDS = 300.0
 """A run whose last line is younger than this is taken to be still going."""
-
-LARGEST = 1e300
-"""Beyond it a number is shown as not finite, and as 0 below its inverse: an axis needs room on both sides."""
 
 RL_PHASES = ("grpo", "ppo")
 
@@ -62,7 +70,7 @@ class RunData:
     def series(self, name: str, phases: Sequence[str] = ()) -> list[tuple[int, float | None]]:
         """Returns `(step, value)` of a metric, None where it was not finite; of all phases, or of some."""
         return [
-            (int(line["step"]), _number(line[name]))
+            (int(line["step"]), finite(line[name]))
             for line in self.lines
             if name in line and (not phases or line["phase"] in phases)
         ]
@@ -76,7 +84,7 @@ def read_run(folder: Path) -> RunData:
     """Reads the folder of a run.
 
     Raises:
-        ConfigError: It holds no run.
+        ConfigError: It holds no run, or a file in it is not as a run writes it; the file, line and field are named.
     """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
@@ -84,34 +92,89 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(
             f"{folder} holds no run: {missing}. Give a folder that `rlloss train` wrote, such as runs/NAME."
         )
-    lines = [line for line in read_lines(metrics) if isinstance(line.get("phase"), str)]
-    counted = read_lines(folder / HISTOGRAMS_FILE)
-    edges = next((line["edges"] for line in counted if "edges" in line), EDGES)
-    report = _json(folder / REPORT_FILE)
+    lines = [_metrics(place) for place in read_objects(metrics)]
+    counted = read_objects(folder / HISTOGRAMS_FILE)
+    edges = next((_edges(place) for place in counted if "edges" in place.found), EDGES)
+    report = _report(read_object(folder / REPORT_FILE))
     age = time.time() - metrics.stat().st_mtime
-    ended = bool(report) and report.get("step") == (lines[-1]["step"] if lines else 0)
+    ended = bool(report) and report["step"] == (lines[-1]["step"] if lines else 0)
     return RunData(
         name=folder.resolve().name,
-        config=_json(folder / "config.json"),
+        config=_config(read_object(folder / "config.json")),
         lines=lines,
-        histograms=[line for line in counted if "edges" not in line],
+        histograms=[_counts(place, edges) for place in counted if "edges" not in place.found],
         edges=edges,
-        samples=read_lines(folder / SAMPLES_FILE),
-        finished=bool(report.get("finished")) if ended else None,
+        samples=[_sample(place) for place in read_objects(folder / SAMPLES_FILE)],
+        finished=report["finished"] if ended else None,
         recent=age < RECENT_SECONDS,
         seconds=report.get("seconds", {}),
     )
 
 
-def _number(value: Any) -> float | None:
-    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
-        return None
-    return float(value) if abs(value) >= 1 / LARGEST else 0.0
+def _step(place: Place) -> None:
+    place.need("step", is_count, "a whole number from 0")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _metrics(place: Place) -> Mapping[str, Any]:
+    _step(place)
+    place.need("phase", is_text, "the name of a phase")
+    for name in place.found.keys() - {"step", "phase"}:
+        place.need(name, is_number_or_null, "a number or null")
+    return place.found
+
+
+def _edges(place: Place) -> Mapping[str, Sequence[float]]:
+    found = place.part("edges")
+    for name in EDGES:
+        found.need(name, _rises, "a list of finite numbers that rise")
+    return found.found
+
+
+def _rises(value: Any) -> bool:
+    return each(is_number)(value) and value == sorted({x for x in value if abs(x) <= LARGEST})
+
+
+def _counts(place: Place, edges: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+    _step(place)
+    for name in EDGES.keys() & place.found.keys():
+        counts = place.need(name, each(is_count), "a list of whole numbers from 0")
+        bins = len(edges[name]) + 1
+        if len(counts) != bins:
+            raise place.wrong(name, f"{bins} counts, one more than there are edges")
+    return place.found
+
+
+def _sample(place: Place) -> Mapping[str, Any]:
+    _step(place)
+    place.need("prompt", is_text, "a text")
+    place.need("tokens", each(is_text), "a list of texts")
+    place.need("length", is_count, "a whole number from 0")
+    for name in ("log_ratio", "advantage"):
+        place.need(name, each(is_number_or_null), "a list of numbers and nulls")
+    place.need("reward", is_number_or_null, "a number or null")
+    return place.found
+
+
+def _report(place: Place) -> Mapping[str, Any]:
+    if place.found:
+        _step(place)
+        place.need("finished", lambda value: isinstance(value, bool), "true or false")
+        seconds = place.part("seconds")
+        for name in seconds.found:
+            seconds.need(name, is_number, "a number")
+    return place.found
+
+
+def _config(place: Place) -> Mapping[str, Any]:
+    """Checks the fields that the page reads; each may be missing, or null."""
+    place.part("task")
+    place.part("model")
+    for phase in ("supervised", *RL_PHASES):
+        own = place.part(phase)
+        own.allow("steps", is_count, "a whole number from 0")
+        own.part("rollout")
+        own.part("optimizer").allow("lr", is_number, "a number")
+        own.part("kl").allow("coef", is_number, "a number")
+        own.part("loss").part("policy_loss_cfg")
+        own.part("loss").allow("kl_loss_coef", is_number, "a number")
+    return place.found

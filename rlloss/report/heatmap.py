@@ -2,11 +2,12 @@
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlloss.report.data import RunData
+from rlloss.report.files import LARGEST, is_number
 from rlloss.report.text import as_json, escaped, number
 
 WIDTH, HEIGHT = 760, 300
@@ -75,10 +76,16 @@ def clip_lines(config: Any) -> list[tuple[float, str]]:
     """Returns the clip bounds of a run's policy loss as log-ratios, where it has some."""
     phase = "ppo" if (config.get("ppo") or {}).get("steps") else "grpo"
     loss = (((config.get(phase) or {}).get("loss") or {}).get("policy_loss_cfg")) or {}
-    low, high, dual = (loss.get(name) for name in ("cliprange_low", "cliprange_high", "clip_ratio_c"))
+    low, high, dual = (bound(loss, name) for name in ("cliprange_low", "cliprange_high", "clip_ratio_c"))
     found = [(math.log(1 - low), "clip low")] if low and low < 1 else []
     found += [(math.log1p(high), "clip high")] if high else []
     return found + ([(math.log(dual), "dual clip")] if dual else [])
+
+
+def bound(loss: Mapping[str, Any], name: str) -> float | None:
+    """Returns a bound of a policy loss; None where it has none, or a loss of a user's means something else by it."""
+    found = loss.get(name)
+    return float(found) if is_number(found) and 0 <= found <= LARGEST else None
 
 
 def columns_of(lines: Sequence[Any], name: str) -> list[tuple[int, int, list[int]]]:

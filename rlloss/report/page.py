@@ -7,7 +7,8 @@ from typing import Any
 
 from rlloss.report.charts import section_html
 from rlloss.report.data import RunData
-from rlloss.report.heatmap import distributions_html
+from rlloss.report.files import finite
+from rlloss.report.heatmap import bound, distributions_html
 from rlloss.report.panels import SECTIONS
 from rlloss.report.samples import samples_html
 from rlloss.report.text import duration, escaped, number, percent
@@ -75,11 +76,15 @@ def _summary(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if not own.get("steps"):
         return found
-    low, high = policy.get("cliprange_low"), policy.get("cliprange_high")
+    low, high = bound(policy, "cliprange_low"), bound(policy, "cliprange_high")
     bounds = f" {1 - low:g}…{1 + high:g}" if low is not None and high is not None else ""
-    kl = f"{loss.get('kl_loss_type') or 'k3'} × {loss.get('kl_loss_coef'):g}" if loss.get("use_kl_loss") else ""
+    kl = (
+        f"{loss.get('kl_loss_type') or 'k3'} × {number(finite(loss.get('kl_loss_coef')))}"
+        if loss.get("use_kl_loss")
+        else ""
+    )
     if phase == "ppo":
-        kl = f"in the rewards, × {_part(own, 'kl').get('coef', 0):g} at first"
+        kl = f"in the rewards, × {number(finite(_part(own, 'kl').get('coef')))} at first"
     return [
         *found,
         ("Loss", f"{policy.get('loss_type', '')}{bounds}, {loss.get('loss_reduction', '')}"),
@@ -88,7 +93,7 @@ def _summary(config: Mapping[str, Any]) -> list[tuple[str, str]]:
             "Rollout",
             f"{rollout.get('prompts')} prompts × {rollout.get('group_size')}, T = {rollout.get('temperature')}",
         ),
-        ("Learning rate", f"{optimizer.get('lr'):g}" if optimizer.get("lr") else ""),
+        ("Learning rate", number(finite(optimizer.get("lr"))) if optimizer.get("lr") else ""),
         ("Mode", str(loss.get("mode", ""))),
     ]
 
@@ -120,7 +125,7 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     if any(value is not None for value in clipped):
         found.append(("Clipped", percent(sum(value or 0.0 for value in clipped)), "of the tokens, last step"))
     done = f"{run.steps:,}"
-    took = duration(sum(run.seconds.values())) if run.seconds else ""
+    took = duration(sum(finite(value) or 0.0 for value in run.seconds.values())) if run.seconds else ""
     return [*found, ("Steps", done, took)]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloss.report.data import RunData
+from rlloss.report.files import finite
 from rlloss.report.text import MINUS, escaped, number
 
 STRONGEST = 1.0
@@ -51,26 +52,26 @@ def _step_html(step: int, samples: list[Mapping[str, Any]], longest: int, is_ope
 
 
 def _sample_html(sample: Mapping[str, Any], longest: int) -> str:
-    tokens, ratios = sample.get("tokens", []), sample.get("log_ratio", [])
-    advantages = sample.get("advantage", [])
+    tokens = sample["tokens"]
+    ratios, advantages = ([finite(value) for value in sample[name]] for name in ("log_ratio", "advantage"))
     pieces = [
-        _token(str(token), ratios[k] if k < len(ratios) else None, advantages[k] if k < len(advantages) else None)
+        _token(token, ratios[k] if k < len(ratios) else None, advantages[k] if k < len(advantages) else None)
         for k, token in enumerate(tokens[:longest])
     ]
-    left = int(sample.get("length", len(tokens))) - len(pieces)
+    left = sample["length"] - len(pieces)
     if left > 0:
         pieces.append(f'<span class="more"> … {left:,} more tokens</span>')
-    finite = [value for value in advantages if value is not None]
-    mean = sum(finite) / len(finite) if finite else None
+    known = [value for value in advantages if value is not None]
+    mean = finite(sum(known) / len(known)) if known else None
     facts = [
-        ("reward", number(sample.get("reward")), ""),
+        ("reward", number(finite(sample["reward"])), ""),
         ("advantage", number(mean), _sign(mean)),
-        ("tokens", f"{int(sample.get('length', len(tokens))):,}", ""),
+        ("tokens", f"{sample['length']:,}", ""),
     ]
     chips = "".join(f'<span>{name} <b class="{mark}">{text}</b></span>' for name, text, mark in facts)
     return (
         f'<article class="sample"><div class="facts">{chips}</div>'
-        f'<div class="prompt" dir="auto">{escaped(str(sample.get("prompt", ""))[-4000:])}</div>'
+        f'<div class="prompt" dir="auto">{escaped(sample["prompt"][-4000:])}</div>'
         f'<div class="answer" dir="auto">{"".join(pieces)}</div></article>'
     )
 

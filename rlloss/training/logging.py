@@ -155,8 +155,8 @@ class NoLog(RunLog):
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run's metrics; a last line that was cut off is left out."""
-    return read_lines(folder / METRICS_FILE)
+    """Returns the lines of a run's metrics; a last line that was cut off is left out, and one of no phase."""
+    return [line for line in read_lines(folder / METRICS_FILE) if isinstance(line.get("phase"), str)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
