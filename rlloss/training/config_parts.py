@@ -48,8 +48,8 @@ class LoggingConfig(StrictModel):
     """Project of wandb and trackio; the run there has the name of its folder."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline writes into the folder of the run, to be sent later by `wandb sync`."""
-    histograms_every: int = Field(default=1, ge=0)
-    """Steps between counts of log-ratios and advantages; 0 leaves them out."""
+    histograms_every: int = Field(default=5, ge=0)
+    """Steps between counts of log-ratios and advantages, the first and the last step included; 0 leaves them out."""
     samples_every: int = Field(default=20, ge=0)
     """Steps between samples of responses, the first and the last step included; 0 leaves them out."""
     samples: int = Field(default=4, ge=1)

@@ -168,7 +168,7 @@ class Run:
     def _trace(self, index: int, last: bool) -> Trace | None:
         """What a step is to leave behind for the report."""
         cfg = self.config.logging
-        counted = cfg.histograms_every and index % cfg.histograms_every == 0
+        counted = cfg.histograms_every and (last or index % cfg.histograms_every == 0)
         sampled = cfg.samples_every and (last or index % cfg.samples_every == 0)
         return Trace(cfg.samples if sampled else 0) if counted or sampled else None
 

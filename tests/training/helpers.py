@@ -7,6 +7,7 @@ from pathlib import Path
 from rlloss.training.config import (
     CheckpointConfig,
     GRPOConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -40,5 +41,6 @@ def tiny_config(**changes: object) -> TrainConfig:
             optimizer=OptimizerConfig(lr=1e-2),
         ),
         "checkpoint": CheckpointConfig(every=2),
+        "logging": LoggingConfig(histograms_every=1),
     }
     return TrainConfig(**{**sections, **changes})

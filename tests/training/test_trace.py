@@ -38,7 +38,7 @@ def test_counts_are_those_of_a_loop() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    config = tiny_config(logging=LoggingConfig(loggers=(), samples=2, samples_every=2))
+    config = tiny_config(logging=LoggingConfig(loggers=(), histograms_every=1, samples=2, samples_every=2))
     run = Run(config, tmp_path_factory.mktemp("traced"))
     assert run.train().finished
     return run
@@ -73,6 +73,14 @@ def test_what_a_step_leaves_behind_changes_no_number(run: Run, tmp_path: Path) -
     for name, value in other.policy.model.state_dict().items():
         assert torch.equal(value, run.policy.model.state_dict()[name]), name
     assert not (tmp_path / "histograms.jsonl").exists() and not (tmp_path / "samples.jsonl").exists()
+
+
+def test_most_steps_are_not_counted_by_default_but_the_first_and_the_last(tmp_path: Path) -> None:
+    """Counts take some milliseconds of a step, and a report joins them to 120 columns."""
+    assert LoggingConfig().histograms_every == 5
+    run = Run(tiny_config(logging=LoggingConfig(loggers=(), samples_every=0)), tmp_path / "run")
+    run.train()
+    assert [line["step"] for line in read_lines(run.output / "histograms.jsonl")] == [0, 4, 6]
 
 
 def test_files_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
