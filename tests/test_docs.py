@@ -8,6 +8,8 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,18 @@ def blocks_of(page: Path, peer: str = "") -> list[str]:
 
 
 def run(page: Path, blocks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs blocks in one namespace; a line `print(...)  # text` has to print that text."""
+    """Runs blocks in one namespace; a line `print(...)  # text` has to print that text.
+
+    No block writes a name that its library warns of as an old one.
+    """
     names: dict[str, object] = {}
     for number, block in enumerate(blocks):
         capsys.readouterr()
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", FutureWarning)
+            exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        old = {word for warning in caught for word in re.findall(r"`(\w+)`[^`]*deprecated", str(warning.message))}
+        assert not [word for word in old if re.search(rf"\b{word}\b", block)]
         expected = re.findall(r"^print\(.*\)  # (.+)$", block, re.M)
         if expected:
             assert capsys.readouterr().out.splitlines() == expected
@@ -117,6 +126,23 @@ def test_examples_in_docstrings():
         assert result.failed == 0, name
         tried += result.attempted
     assert tried > 0
+
+
+def test_extras_that_a_page_installs_exist():
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    named = [name for page in PAGES for name in re.findall(r"pip install \"?(?:\.|rlloss)\[(\w+)\]", page.read_text())]
+    assert {"train", "trl"} <= set(named) <= extras
+
+
+def test_each_framework_gets_an_environment_of_its_own_by_exact_commands():
+    sections = (ROOT / "docs" / "migrating.md").read_text().split("\n## From ")[1:]
+    commands = [re.findall(r"^```bash\n(.*?)^```", section, re.S | re.M) for section in sections]
+    folders = []
+    for blocks in commands:
+        make, use, install = blocks[0].splitlines()
+        folders.append(make.removeprefix("python3 -m venv "))
+        assert use == f"source {folders[-1]}/bin/activate" and install.startswith("pip install ")
+    assert len(set(folders)) == len(sections) == 3
 
 
 def test_make_targets_of_the_readme_exist():
