@@ -2,6 +2,7 @@
 
     make versions                     # every row of VERSIONS, each in a virtual environment of its own
     make versions ONLY=oldest
+    make versions ONLY=newest PYTHON3=python3.13
 
 An environment takes several GB where PyPI's torch is a CUDA build. They stand in `.venv-versions/` and are kept.
 """
@@ -16,12 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS: dict[str, tuple[str, ...]] = {
-    "oldest": ("torch==2.6.0", "pydantic==2.7.0", "liger-kernel==0.8.5"),
-    "newest": ("torch==2.14.1", "pydantic==2.14.4", "liger-kernel==0.8.5"),
+    "oldest": ("torch==2.6.0", "pydantic==2.7.0", "liger-kernel==0.8.5", "numpy==1.26.4"),
+    "newest": ("torch==2.15.0", "pydantic==2.14.4", "liger-kernel==0.8.5", "numpy==2.4.6"),
 }
 """What was tried, and stands in CONTRIBUTING.md."""
 
-TOOLS = ("pytest", "hypothesis", "numpy")
+TOOLS = ("pytest", "hypothesis")
 TESTS = ("test_contract.py", "test_parity.py", "test_golden.py", "test_head_limits.py", "test_head_tiles.py")
 
 
@@ -37,7 +38,8 @@ def main() -> int:
 
 def passes(name: str, wanted: tuple[str, ...]) -> bool:
     """Whether the tests pass in the environment of one row."""
-    folder = ROOT / ".venv-versions" / name
+    number = "{}.{}".format(*sys.version_info)
+    folder = ROOT / ".venv-versions" / f"{name}-{number}"
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
