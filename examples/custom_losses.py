@@ -36,8 +36,9 @@ class FocalConfig(CELossConfig):
 # 3. A loss on logits: `loss_fn` sees one chunk of them at a time in chunk mode.
 class ZLossContext(CELossContext):
     def loss_fn(self, hidden_states, head_weight, head_bias, loss_kwargs) -> tuple[Any, tuple[Any, dict[str, Any]]]:
-        logits = F.linear(hidden_states, head_weight, head_bias)
         labels, weights = loss_kwargs.shifted_labels, loss_kwargs.loss_weight
+        hidden_states = hidden_states.masked_fill((labels == -100).unsqueeze(-1), 0)  # NaN times a weight of 0 is NaN
+        logits = F.linear(hidden_states, head_weight, head_bias)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
         z_loss = logits.logsumexp(-1).square()
         return ((nll.view_as(weights) + 1e-4 * z_loss) * weights).sum(), (logits, {})

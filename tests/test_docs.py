@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import rlloss
-from rlloss import policy_loss_names, unregister_policy_loss
+from rlloss import BaseLossConfig, GRPOLossConfig, policy_loss_names, unregister_policy_loss
+from rlloss.doctor import check_loss
 from rlloss.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,27 @@ def test_links_of_a_page_lead_to_files(page):
 def test_example_runs(example, capsys):
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+def faults(config: BaseLossConfig) -> list[str]:
+    return [f"{found.name}: {found.detail}" for found in check_loss(config) if found.passed is False]
+
+
+def test_losses_of_the_examples_pass_what_rlloss_checks():
+    """A reader of examples/custom_losses.py tries `rlloss check` on it, as README says."""
+    names = runpy.run_path(str(ROOT / "examples" / "custom_losses.py"))
+    assert faults(names["FocalConfig"]()) == faults(names["ZLossConfig"](mode="chunk", chunk_size=4)) == []
+    assert faults(GRPOLossConfig(policy_loss_cfg={"loss_type": "soft_clip"})) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/writing_a_loss.md"])
+def test_losses_that_a_page_registers_pass_what_rlloss_checks(page, capsys):
+    before = set(policy_loss_names())
+    run(ROOT / page, blocks_of(ROOT / page), capsys)
+    registered = set(policy_loss_names()) - before
+    assert registered
+    for name in registered:
+        assert faults(GRPOLossConfig(policy_loss_cfg={"loss_type": name})) == [], name
 
 
 def modules() -> list[str]:
