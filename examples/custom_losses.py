@@ -23,7 +23,7 @@ def soft_clip(log_prob, old_log_prob, advantages, policy_loss_cfg):
 # 2. A loss on log-probs: a context with its own `token_loss`. It runs in every mode.
 class FocalContext(CELossContext):
     def token_loss(self, stats, loss_kwargs):
-        uncertain = 1.0 - stats.log_prob.detach().exp()
+        uncertain = 1.0 - stats.log_prob.exp()
         return -(uncertain * stats.log_prob * loss_kwargs.loss_weight).sum(), {}
 
 

@@ -167,8 +167,8 @@ def _axes(which: HeatMap, columns: Sequence[tuple[int, int, list[int]]], rows: _
     parts, last = [], math.inf
     for tick in which.ticks:
         y = rows.place(tick)
-        if y is not None and last - y > 13:
-            parts.append(f'<text class="y" x="{LEFT - 8}" y="{y + 3.5:.1f}">{which.write(tick)}</text>')
+        if y is not None and last - y > 15:
+            parts.append(f'<text class="y" x="{LEFT - 8}" y="{y + 4.5:.1f}">{which.write(tick)}</text>')
             last = y
     for value, label in which.lines:
         y = rows.place(value)
