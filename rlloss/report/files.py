@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlloss.errors import ConfigError
 
@@ -99,7 +99,7 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether JSON has a number here, finite or not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
