@@ -11,7 +11,7 @@ from rlloss.report.files import LARGEST, is_number
 from rlloss.report.text import as_json, escaped, number
 
 WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 8, 24
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 8, 30
 MOST_COLUMNS = 120
 LEVELS = 9
 FLOOR = 1e-4
