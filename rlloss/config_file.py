@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from rlloss.errors import ConfigError, nearest
+from rlloss.losses.config import StrictModel
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -90,14 +91,16 @@ def _replaced(holder: Any, tree: Mapping[str, Any]) -> Any:
     """Returns a copy of a model or dict with the fields of a tree set; every model on the way is validated anew."""
     if isinstance(holder, BaseModel):
         kind = type(holder)
-        fields = {name: getattr(holder, name) for name in kind.model_fields}
+        # Only what was given: another loss has defaults of its own.
+        known, fields = kind.model_fields, _given(holder)
         for name, inner in tree.items():
-            if name not in fields:
-                hint = nearest(name, fields) or f" It has: {', '.join(fields)}."
+            if name not in known:
+                hint = nearest(name, known) or f" It has: {', '.join(known)}."
                 raise ConfigError(f"{kind.__name__} has no field {name!r}.{hint}")
             leaf = isinstance(inner, _Text)
-            annotation = kind.model_fields[name].annotation
-            fields[name] = _value(inner, annotation) if leaf else _replaced(fields[name], inner)
+            annotation = known[name].annotation
+            before = fields.get(name, getattr(holder, name))
+            fields[name] = _value(inner, annotation) if leaf else _replaced(before, inner)
         return kind(**fields)
     if isinstance(holder, Mapping):
         inside = {
@@ -106,6 +109,12 @@ def _replaced(holder: Any, tree: Mapping[str, Any]) -> Any:
         }
         return {**holder, **inside}
     raise ConfigError(f"{next(iter(tree))!r} is set on {holder!r}, which has no fields.")
+
+
+def _given(holder: BaseModel) -> dict[str, Any]:
+    if isinstance(holder, StrictModel):
+        return holder.given_fields()
+    return {name: getattr(holder, name) for name in type(holder).model_fields if name in holder.model_fields_set}
 
 
 def _value(text: _Text, annotation: Any) -> Any:

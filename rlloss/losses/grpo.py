@@ -16,7 +16,7 @@ from rlloss.functional.policy_score import on_policy_sequences
 from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field
 from rlloss.losses.kwargs import Computed, PerToken, TokenTensor
-from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_policy_loss
+from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_policy_loss, policy_loss_of
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext
 from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.selection import spread, step_tokens
@@ -53,7 +53,7 @@ class GRPOLossConfig(BaseRLLossConfig):
     def _resolve_policy_loss(cls, given: Any) -> Any:
         if not isinstance(given, (dict, PolicyLossConfig)):
             raise ConfigError(f"policy_loss_cfg is a {type(given).__name__}, expected a dict or a PolicyLossConfig.")
-        return get_policy_loss(given.get("loss_type") or "vanilla").configure(given)
+        return policy_loss_of(given).configure(given)
 
     @model_validator(mode="after")
     def _check_policy_loss(self) -> "GRPOLossConfig":

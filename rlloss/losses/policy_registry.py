@@ -44,10 +44,13 @@ ARGUMENTS = (
 loss's own `selection` chose over the whole step."""
 
 
+_DEFAULT_LOSS = "vanilla"
+
+
 class PolicyLossConfig(StrictModel):
     """Base of the typed configs of policy losses; also answers `cfg["field"]` and `cfg.get("field")`."""
 
-    loss_type: str = Field(default="vanilla", frozen=True)
+    loss_type: str = Field(default=_DEFAULT_LOSS, frozen=True)
     """Registered name, alias, or dotted import path of the policy loss."""
 
     def __getitem__(self, name: str) -> Any:
@@ -102,11 +105,13 @@ class PolicyLoss:
 
     def configure(self, given: Any) -> Any:
         """Validates a dict or model into the loss's own config; without a model the dict stays as it is."""
-        fields = given.model_dump() if isinstance(given, StrictModel) else dict(given)
         if self.config is None:
-            return fields
+            return given.model_dump() if isinstance(given, StrictModel) else dict(given)
         if isinstance(given, self.config):
-            return given
+            named = get_policy_loss(given.loss_type).name == self.name
+            return given if named else given.model_copy(update={"loss_type": self.name})
+        # Of another loss's config only what was set: its defaults are not what the user asked for.
+        fields = given.given_fields() if isinstance(given, StrictModel) else dict(given)
         return self.config(**{"loss_type": self.name, **fields})
 
     def read(self, result: Any, log_prob: Tensor) -> tuple[Tensor, dict[str, Metric]]:
@@ -208,6 +213,24 @@ def get_policy_loss(name: str) -> PolicyLoss:
         return registered
     needs = _arguments(name, fn)
     return PolicyLoss(name, fn, None, needs, _default_level(needs))
+
+
+def policy_loss_of(given: Any) -> PolicyLoss:
+    """Finds the loss that a dict or a typed config stands for: by its `loss_type`, else by the config's class.
+
+    Raises:
+        ConfigError: A typed config without a `loss_type` is that of no loss, or of several.
+        UnknownNameError: There is no loss of that name.
+    """
+    kind = type(given)
+    bare = isinstance(given, PolicyLossConfig) and kind is not PolicyLossConfig
+    if not bare or "loss_type" in given.model_fields_set or given.loss_type != _DEFAULT_LOSS:
+        return get_policy_loss(given.get("loss_type") or _DEFAULT_LOSS)
+    own = [_REGISTRY.get(name) for name in _REGISTRY if _REGISTRY.get(name).config is kind]
+    if len(own) == 1:
+        return own[0]
+    known = f"the config of {', '.join(loss.name for loss in own)}" if own else "not the config of a registered loss"
+    raise ConfigError(f"{kind.__name__} is {known}: give it the loss_type that is meant.")
 
 
 def _default_level(needs: frozenset[str]) -> Level:
