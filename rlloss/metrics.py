@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloss.distributed import Group, all_gather_text, all_reduce_max, all_reduce_sum, world_size
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, ConfigError
 
 M = TypeVar("M", bound="Metric")
 
@@ -188,6 +188,21 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
             if isinstance(metric, Metric):
                 merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def require_metrics(owner: str, found: dict[str, Metric]) -> dict[str, Metric]:
+    """Returns the metrics of a loss; refuses numbers that do not add up over chunks, micro-batches and ranks.
+
+    Raises:
+        ConfigError: One is no `Metric`.
+    """
+    for name, value in found.items():
+        if not isinstance(value, Metric):
+            raise ConfigError(
+                f"{owner} returned the metric {name!r} as a {type(value).__name__}, which does not add up over chunks "
+                f"and ranks. Give a Metric of rlloss.metrics, such as mean_of(numbers)."
+            )
+    return found
 
 
 def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, float]:

@@ -1,21 +1,45 @@
 """Faults that a hostile user found: each was silent, or an error that did not say what to do."""
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor
 
-from rlloss import GRPOLossConfig, MixedLossConfig, PPOLossConfig, register_policy_loss
+from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
 from rlloss.config_file import override
 from rlloss.errors import ConfigError
 from rlloss.losses import (
     CELossConfig,
     DPPOConfig,
     GSPOConfig,
+    OrealLossConfig,
     ReinforceConfig,
     VanillaConfig,
 )
 from rlloss.losses.policy_registry import PolicyLossConfig, unregister_policy_loss
 
 B, T, H, V = 2, 5, 4, 11
+
+
+def make_batch(all_count: bool) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, V, (B, T), generator=generator)
+    if not all_count:
+        labels[0, :2] = -100
+    numbers = torch.randn(2, B, T, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(B, T, H, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64)
+    return {"shifted_labels": labels, "advantages": numbers[0], "old_logprobs": numbers[1] - 2.0}, hidden, weight
+
+
+def loss_of(config: Any, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor) -> tuple[float, Tensor, Any]:
+    (context,) = GRPOLossContext.build_batches([config.build(batch)])
+    leaf = hidden.clone().requires_grad_()
+    loss, (_, extra) = context.forward(leaf, weight)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad, extra
 
 
 class Steep(VanillaConfig):
@@ -64,3 +88,40 @@ def test_another_loss_from_the_command_line_has_its_own_defaults() -> None:
     assert isinstance(changed.parts["rl"], GRPOLossConfig)
     assert (changed.parts["rl"].mode, changed.parts["rl"].kl_loss_coef) == ("eager", 0.5)
     assert changed.parts["rl"].entropy_coef == 0.25
+
+
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+@pytest.mark.parametrize("number", [1.0, torch.ones(())])
+def test_a_metric_that_does_not_add_up_is_refused(mode: Any, number: Any) -> None:
+    """It was dropped without a word, in chunk mode by forward and in eager mode by merge."""
+    batch, hidden, weight = make_batch(True)
+
+    def measured(log_prob: Tensor, advantages: Tensor) -> Any:
+        return -advantages * log_prob, {"spread": number}
+
+    register_policy_loss("measured")(measured)
+    try:
+        for kind in (GRPOLossConfig, OrealLossConfig):
+            with pytest.raises(
+                ConfigError, match=f"'measured' returned the metric 'spread' as a {type(number).__name__}"
+            ):
+                loss_of(kind(policy_loss_cfg={"loss_type": "measured"}, mode=mode), batch, hidden, weight)
+    finally:
+        unregister_policy_loss("measured")
+
+
+class OwnContext(GRPOLossContext):
+    def token_loss(self, stats: Any, loss_kwargs: Any) -> Any:
+        loss, metrics = super().token_loss(stats, loss_kwargs)
+        return loss, {**metrics, "seen": stats.log_prob.mean()}
+
+
+class OwnConfig(GRPOLossConfig):
+    @property
+    def loss_ctx_cls(self) -> type[OwnContext]:
+        return OwnContext
+
+
+def test_a_metric_of_token_loss_that_does_not_add_up_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"OwnContext\.token_loss returned the metric 'seen' as a Tensor"):
+        loss_of(OwnConfig(mode="chunk"), *make_batch(True))

@@ -25,7 +25,7 @@ from rlloss.losses.output import LossDetails, LossOutput, over_ranks
 from rlloss.losses.step_check import check_joinable
 from rlloss.losses.terms import Level, evaluate
 from rlloss.losses.token_record import TokenRecord, Watch, exported, flat_record, refuse_tokens
-from rlloss.metrics import Metric, Sum, merge
+from rlloss.metrics import Metric, Sum, merge, require_metrics
 
 if TYPE_CHECKING:
     from rlloss.losses.config import BaseLossConfig
@@ -252,7 +252,8 @@ class BaseLossContext:
         names = [name for name in flat.tensors() if self.loss_kwargs.is_per_token(name)]
 
         def loss_of(stats: TokenStats, rows: slice) -> tuple[Tensor, dict[str, Metric]]:
-            return self.token_loss(stats, flat.rows(rows, names))
+            loss, metrics = self.token_loss(stats, flat.rows(rows, names))
+            return loss, require_metrics(f"{type(self).__name__}.token_loss", metrics)
 
         level = type(self).level or self.loss_cfg.level()
         return Objective(loss_of, additive=level != "sequence")

@@ -19,7 +19,7 @@ from rlloss.errors import ConfigError, UnknownNameError, nearest
 from rlloss.losses.config import StrictModel
 from rlloss.losses.selection import StepTokens
 from rlloss.losses.terms import Level, Reduction
-from rlloss.metrics import Metric
+from rlloss.metrics import Metric, require_metrics
 from rlloss.registry import Registry
 
 PolicyResult = Tensor | tuple[Tensor, dict[str, Metric]]
@@ -134,7 +134,7 @@ class PolicyLoss:
             )
         if values.shape not in ((), log_prob.shape):
             raise ConfigError(f"policy loss {self.name!r} returned shape {tuple(values.shape)}, expected {expected}.")
-        return values, metrics
+        return values, require_metrics(f"policy loss {self.name!r}", metrics)
 
 
 _REGISTRY: Registry[PolicyLoss] = Registry("policy loss")
