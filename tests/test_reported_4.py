@@ -18,6 +18,7 @@ from rlloss.losses import (
     VanillaConfig,
 )
 from rlloss.losses.policy_registry import PolicyLossConfig, unregister_policy_loss
+from rlloss.metrics import reduce
 
 B, T, H, V = 2, 5, 4, 11
 
@@ -88,6 +89,31 @@ def test_another_loss_from_the_command_line_has_its_own_defaults() -> None:
     assert isinstance(changed.parts["rl"], GRPOLossConfig)
     assert (changed.parts["rl"].mode, changed.parts["rl"].kl_loss_coef) == ("eager", 0.5)
     assert changed.parts["rl"].entropy_coef == 0.25
+
+
+def writes(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor) -> Tensor:
+    advantages *= 2
+    old_log_prob += 1
+    return -advantages * (log_prob - old_log_prob).exp()
+
+
+@pytest.mark.parametrize("all_count", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "chunk"])
+def test_a_loss_that_writes_into_its_arguments_leaves_the_batch_alone(mode: Any, all_count: bool) -> None:
+    batch, hidden, weight = make_batch(all_count)
+    copies = {name: value.clone() for name, value in batch.items()}
+    register_policy_loss("writes")(writes)
+    try:
+        config = GRPOLossConfig(policy_loss_cfg={"loss_type": "writes"}, mode=mode, chunk_size=3)
+        (context,) = GRPOLossContext.build_batches([config.build(batch)])
+        first, (_, extra) = context.forward(hidden, weight)
+        second, _ = context.forward(hidden, weight)
+    finally:
+        unregister_policy_loss("writes")
+    assert all(torch.equal(batch[name], copies[name]) for name in copies)
+    assert first == second
+    _, _, plain = loss_of(GRPOLossConfig(mode=mode, chunk_size=3), batch, hidden, weight)
+    assert reduce(extra)["ratio_mean"] == pytest.approx(reduce(plain)["ratio_mean"], rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["eager", "chunk"])

@@ -134,12 +134,13 @@ class GRPOLossConfig(BaseRLLossConfig):
             "selected": loss_kwargs.selected,
             "policy_loss_cfg": self.policy_loss_cfg,
         }
-        result = loss.fn(**{name: available[name] for name in loss.needs})
-        values, metrics = loss.read(result, stats.log_prob)
+        # First, since a loss may write into its arguments.
+        ratios = {**_ratio_metrics(stats.log_prob, old), **_entropy_metric(stats)}
+        values, metrics = loss.read(loss.fn(**{name: available[name] for name in loss.needs}), stats.log_prob)
         if keep is not None:
             values = values if values.ndim == 0 else torch.where(keep, values, 0.0)
             metrics = {**metrics, "policy_kept": mean_of(keep)}
-        return values, {**_ratio_metrics(stats.log_prob, old), **_entropy_metric(stats), **metrics}
+        return values, {**ratios, **metrics}
 
     def _kept(self, stats: TokenStats, loss_kwargs: Any, old: Tensor, advantages: Tensor) -> Tensor | None:
         """Tokens that the two masks leave in the policy term, or None for all."""

@@ -116,11 +116,14 @@ class BaseLossKwargs(BaseModel):
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def take(self: K, layout: TokenLayout) -> K:
-        """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`, without a graph."""
-        taken = {
-            name: layout.take(value) if self.is_per_token(name) else normal(value)
-            for name, value in self.tensors().items()
-        }
+        """Returns a copy whose per-token fields are flat: only the tokens that count, `[N, ...]`, without a graph.
+
+        They share no memory with these: a loss that writes into its arguments must not change the user's batch.
+        """
+        flat = {name: layout.take(value) for name, value in self.tensors().items() if self.is_per_token(name)}
+        if layout.index is None:
+            flat = {name: value.clone() for name, value in flat.items()}
+        taken = {name: normal(value) for name, value in self.tensors().items()} | flat
         return self.with_tensors({name: value.detach() for name, value in taken.items()})
 
     def rows(self: K, part: slice, names: list[str]) -> K:
