@@ -151,3 +151,21 @@ class OwnConfig(GRPOLossConfig):
 def test_a_metric_of_token_loss_that_does_not_add_up_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"OwnContext\.token_loss returned the metric 'seen' as a Tensor"):
         loss_of(OwnConfig(mode="chunk"), *make_batch(True))
+
+
+@pytest.mark.parametrize("all_count", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "chunk", "liger"])
+@pytest.mark.parametrize("loss_type", ["vanilla", "gspo"])
+def test_contexts_made_in_inference_mode_train(loss_type: str, mode: Any, all_count: bool) -> None:
+    batch, hidden, weight = make_batch(all_count)
+    config = GRPOLossConfig(policy_loss_cfg={"loss_type": loss_type}, loss_reduction="sample", mode=mode)
+    expected, gradient, _ = loss_of(config, batch, hidden, weight)
+    with torch.inference_mode():
+        copies = {name: value.clone() for name, value in batch.items()}
+        (context,) = GRPOLossContext.build_batches([config.build(copies)])
+    leaf = hidden.clone().requires_grad_()
+    loss = context.forward(leaf, weight).loss
+    loss.backward()
+    assert leaf.grad is not None
+    assert loss.item() == expected
+    assert torch.equal(leaf.grad, gradient)

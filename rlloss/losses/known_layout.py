@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout, token_layout
 from rlloss.losses.batch import LabelFacts, check_field, check_rows, read_labels
@@ -55,5 +57,7 @@ def read_layout(loss_kwargs: BaseLossKwargs, ignore_idx: int, known: KnownLayout
     if keep is not None:
         mask = mask & keep
         count = int(mask.sum())
-    layout = token_layout(mask, offsets, count, loss_kwargs.shard)
+    # Autograd keeps the index, also of a layout that was read in inference mode.
+    with torch.inference_mode(False):
+        layout = token_layout(mask, offsets, count, loss_kwargs.shard)
     return KnownLayout(Seen.of(labels), Seen.of(keep), Seen.of(offsets), Seen.of(temperature), facts, layout)
