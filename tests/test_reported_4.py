@@ -9,6 +9,8 @@ from torch import Tensor
 from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
 from rlloss.config_file import override
 from rlloss.errors import ConfigError
+from rlloss.functional.gae import gae
+from rlloss.functional.ppo_rewards import compute_rewards
 from rlloss.losses import (
     CELossConfig,
     DPPOConfig,
@@ -169,3 +171,18 @@ def test_contexts_made_in_inference_mode_train(loss_type: str, mode: Any, all_co
     assert leaf.grad is not None
     assert loss.item() == expected
     assert torch.equal(leaf.grad, gradient)
+
+
+def test_16_bit_rewards_and_values_lose_no_digits_on_the_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.rand(2, 300, generator=generator).bfloat16() for _ in range(2))
+    mask = torch.ones(2, 300)
+    exact, found = (gae(r, v, mask, 1.0, 0.99) for r, v in ((rewards.double(), values.double()), (rewards, values)))
+    for right, got in zip(exact, found, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
+    log_probs, refs = (-torch.rand(2, 4, generator=generator).bfloat16() for _ in range(2))
+    scores = torch.tensor([0.3, 0.7])
+    given = compute_rewards(scores, log_probs, refs, torch.ones(2, 4), 0.05, "low_var_kl")
+    right = compute_rewards(scores.double(), log_probs.double(), refs.double(), torch.ones(2, 4), 0.05, "low_var_kl")
+    torch.testing.assert_close(given.rewards.double(), right.rewards, rtol=1e-5, atol=1e-6)

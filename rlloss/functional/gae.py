@@ -48,7 +48,8 @@ def gae(
             step with reward 0 and value 0, which costs a factor `gamma lam`.
 
     Returns:
-        Advantages and returns `[B, T]`, without a graph, 0 at masked tokens (verl and TRL leave numbers there).
+        Advantages and returns `[B, T]`, float32 or wider, without a graph, 0 at masked tokens (verl and TRL leave
+        numbers there).
 
     Raises:
         BatchError: The shapes differ.
@@ -64,8 +65,10 @@ def gae(
         )
     require_known("holes", holes, HOLES)
     counted = mask != 0
-    rewards = torch.where(counted, rewards.detach(), 0.0)
-    values = torch.where(counted, values.detach(), 0.0)
+    # A recursion in 16 bits loses whole digits over some hundred tokens.
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+    rewards = torch.where(counted, rewards.detach().to(dtype), 0.0)
+    values = torch.where(counted, values.detach().to(dtype), 0.0)
     moves = torch.ones_like(counted) if holes == "steps" else counted
     next_value, advantage = rewards.new_zeros(rewards.shape[0]), rewards.new_zeros(rewards.shape[0])
     columns = []

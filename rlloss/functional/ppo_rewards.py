@@ -47,7 +47,8 @@ def compute_rewards(
         kl_value_cap: Bound of low_var_kl.
 
     Returns:
-        Rewards, penalties and KL, all `[B, T]`, without a graph, 0 where the mask is 0 (TRL leaves numbers there).
+        Rewards, penalties and KL, all `[B, T]`, float32 or wider, without a graph, 0 where the mask is 0 (TRL leaves
+        numbers there).
 
     Raises:
         BatchError: A shape does not fit.
@@ -58,7 +59,8 @@ def compute_rewards(
     """
     counted = mask != 0
     _check(scores, log_probs, ref_log_probs, counted, kl_kind)
-    log_probs, ref_log_probs = log_probs.detach(), ref_log_probs.detach()
+    wide = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
+    log_probs, ref_log_probs = log_probs.detach().to(wide), ref_log_probs.detach().to(wide)
     if kl_kind == "full":
         kl = torch.where(counted, full_kl(log_probs, ref_log_probs), 0.0)
     else:
