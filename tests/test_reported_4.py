@@ -10,7 +10,10 @@ from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConf
 from rlloss.config_file import override
 from rlloss.errors import ConfigError
 from rlloss.functional.gae import gae
+from rlloss.functional.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from rlloss.functional.moments import RunningMoments
 from rlloss.functional.ppo_rewards import compute_rewards
+from rlloss.functional.rewards import combine_rewards, repetition_penalty
 from rlloss.losses import (
     CELossConfig,
     DPPOConfig,
@@ -186,3 +189,28 @@ def test_16_bit_rewards_and_values_lose_no_digits_on_the_way() -> None:
     given = compute_rewards(scores, log_probs, refs, torch.ones(2, 4), 0.05, "low_var_kl")
     right = compute_rewards(scores.double(), log_probs.double(), refs.double(), torch.ones(2, 4), 0.05, "low_var_kl")
     torch.testing.assert_close(given.rewards.double(), right.rewards, rtol=1e-5, atol=1e-6)
+
+
+def test_integers_are_numbers_too() -> None:
+    """Weights and statistics were cut off to the type of integer rewards: 0.5 became 0."""
+    rewards, weights = torch.tensor([[1, 0], [1, 1]]), torch.tensor([0.5, 0.25])
+    for given in (rewards, rewards.to(torch.uint8), rewards.bool()):
+        assert combine_rewards(given, weights).tolist() == [0.5, 0.75]
+        for mask in (torch.ones(2, 2), torch.tensor([[0.5, 0.25], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])):
+            assert masked_sum(given, mask).item() == masked_sum(given.float(), mask).item()
+            assert masked_mean(given, mask).item() == masked_mean(given.float(), mask).item()
+        mask = torch.tensor([[1, 1], [1, 0]])
+        assert torch.equal(masked_whiten(given, mask), masked_whiten(given.float(), mask))
+        assert torch.equal(masked_var(given, mask), masked_var(given.float(), mask))
+    moments = RunningMoments()
+    moments.update(rewards)
+    assert torch.equal(moments.scale(rewards), moments.scale(rewards.float()))
+    assert torch.equal(moments.scale(rewards, center=True), moments.scale(rewards.float(), center=True))
+
+
+def test_repetition_of_tokens_in_tensors() -> None:
+    tokens = [[7, 7, 7, 7, 7], [1, 2, 3, 1, 2]]
+    expected = repetition_penalty(tokens, ngram=2)
+    assert expected.tolist() == pytest.approx([-0.75, -0.25])
+    assert torch.equal(repetition_penalty(torch.tensor(tokens), ngram=2), expected)
+    assert torch.equal(repetition_penalty([torch.tensor(ids) for ids in tokens], ngram=2), expected)

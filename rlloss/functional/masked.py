@@ -20,7 +20,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Returns:
         0-dim, or `values` without `dim`.
     """
-    weighted = torch.where(mask != 0, values, 0.0) * mask.to(values.dtype)
+    weighted = torch.where(mask != 0, values, 0.0) * mask.to(_floating(values))
     return weighted.sum() if dim is None else weighted.sum(dim)
 
 
@@ -32,7 +32,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mask: The same shape, bool or numbers; a number is a weight.
         dim: Dimension to average over; None is all.
     """
-    count = mask.to(values.dtype)
+    count = mask.to(_floating(values))
     count = count.sum() if dim is None else count.sum(dim)
     return masked_sum(values, mask, dim) / torch.where(count == 0, 1.0, count)
 
@@ -49,9 +49,9 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True, group: Group
         group: Ranks that hold parts of the batch; None is every rank. Two collectives.
 
     Returns:
-        0-dim, the dtype of `values`; without a graph.
+        0-dim, the dtype of `values` (float32 for integers); without a graph.
     """
-    return _moments(values, mask, unbiased, group)[1].to(values.dtype)
+    return _moments(values, mask, unbiased, group)[1].to(_floating(values))
 
 
 def masked_whiten(
@@ -69,13 +69,18 @@ def masked_whiten(
         group: Ranks that hold parts of the batch; None is every rank. Two collectives, which all of them must reach.
 
     Returns:
-        The shape of `values`, without a graph, 0 where the mask is 0: TRL and verl leave `mean - mean / std` there,
-        which leaks into valid tokens in whatever is computed next.
+        The shape of `values` (float32 for integers), without a graph, 0 where the mask is 0: TRL and verl leave
+        `mean - mean / std` there, which leaks into valid tokens in whatever is computed next.
     """
     mean, variance = _moments(values, mask, unbiased, group)
     scaled = (values.detach().double() - mean) * torch.rsqrt(variance + VARIANCE_EPS)
     scaled = scaled if shift_mean else scaled + mean
-    return torch.where(mask != 0, scaled, 0.0).to(values.dtype)
+    return torch.where(mask != 0, scaled, 0.0).to(_floating(values))
+
+
+def _floating(values: Tensor) -> torch.dtype:
+    """The type of a statistic: that of the numbers, and float32 for integers, which would cut it off."""
+    return values.dtype if values.is_floating_point() else torch.float32
 
 
 def _moments(values: Tensor, mask: Tensor, unbiased: bool, group: Group) -> tuple[Tensor, Tensor]:

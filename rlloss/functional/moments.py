@@ -62,8 +62,8 @@ class RunningMoments:
             scores: Any shape.
             center: Whether the running mean becomes 0 (TRL's use_score_norm).
         """
-        shifted = scores - self.mean if center else scores
-        return shifted / (self.std + torch.finfo(scores.dtype).eps)
+        shifted = (scores if scores.is_floating_point() else scores.float()) - (self.mean if center else 0.0)
+        return shifted / (self.std + torch.finfo(shifted.dtype).eps)
 
     def state_dict(self) -> dict[str, float]:
         """Returns what a checkpoint must keep."""
