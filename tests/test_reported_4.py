@@ -9,6 +9,7 @@ from torch import Tensor
 from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
 from rlloss.config_file import override
 from rlloss.errors import ConfigError
+from rlloss.functional.controllers import AdaptiveKLController
 from rlloss.functional.gae import gae
 from rlloss.functional.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from rlloss.functional.moments import RunningMoments
@@ -214,3 +215,12 @@ def test_repetition_of_tokens_in_tensors() -> None:
     assert expected.tolist() == pytest.approx([-0.75, -0.25])
     assert torch.equal(repetition_penalty(torch.tensor(tokens), ngram=2), expected)
     assert torch.equal(repetition_penalty([torch.tensor(ids) for ids in tokens], ngram=2), expected)
+
+
+def test_a_coefficient_of_kl_never_changes_its_sign() -> None:
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=10.0)
+    with pytest.raises(ConfigError, match=r"horizon counts samples, not steps: give one above 12\.8"):
+        controller.update(0.0, 64)
+    assert controller.value == 0.1
+    controller.update(0.0, 49)
+    assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 49 / 10))

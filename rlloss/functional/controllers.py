@@ -74,7 +74,16 @@ class AdaptiveKLController:
         Args:
             current: KL of the step, nats; a NaN is left alone, it would stay for ever.
             n_steps: Samples of the step over all ranks.
+
+        Raises:
+            ConfigError: The step has so many samples that the coefficient could change its sign.
         """
+        if self.bound * n_steps >= self.horizon:
+            raise ConfigError(
+                f"AdaptiveKLController: a step of n_steps={n_steps} samples with horizon={self.horizon} and "
+                f"bound={self.bound} could make the coefficient 0 or negative, a reward for leaving the reference. The "
+                f"horizon counts samples, not steps: give one above {self.bound * n_steps:g}, such as {20 * n_steps}."
+            )
         if current != current:
             return
         error = min(max(current / self.target - 1.0, -self.bound), self.bound)
