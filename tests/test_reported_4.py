@@ -1,5 +1,7 @@
 """Faults that a hostile user found: each was silent, or an error that did not say what to do."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
 from rlloss.config_file import override
-from rlloss.errors import ConfigError
+from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.controllers import AdaptiveKLController
 from rlloss.functional.gae import gae
 from rlloss.functional.masked import masked_mean, masked_sum, masked_var, masked_whiten
@@ -25,6 +27,9 @@ from rlloss.losses import (
 )
 from rlloss.losses.policy_registry import PolicyLossConfig, unregister_policy_loss
 from rlloss.metrics import reduce
+from rlloss.training.evaluator import Evaluator
+from rlloss.training.ppo_config import EvaluatorConfig
+from rlloss.training.tasks import Question
 
 B, T, H, V = 2, 5, 4, 11
 
@@ -215,6 +220,20 @@ def test_repetition_of_tokens_in_tensors() -> None:
     assert expected.tolist() == pytest.approx([-0.75, -0.25])
     assert torch.equal(repetition_penalty(torch.tensor(tokens), ngram=2), expected)
     assert torch.equal(repetition_penalty([torch.tensor(ids) for ids in tokens], ngram=2), expected)
+
+
+def reward_of_texts(texts: list[str]) -> list[float]:
+    return [math.nan if "odd" in text else 1.0 for text in texts]
+
+
+def test_a_reward_that_is_no_number_is_named() -> None:
+    """Whitened, it made the advantages of every response NaN."""
+    evaluator = Evaluator(EvaluatorConfig(), SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    evaluator._on_texts = reward_of_texts
+    question = Question("1+1=", "2", {})
+    assert evaluator.score(["2"], [question]).tolist() == [1.0]
+    with pytest.raises(BatchError, match=r"the reward of 'odd' is nan"):
+        evaluator.score(["2", "odd"], [question, question])
 
 
 def test_a_coefficient_of_kl_never_changes_its_sign() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlloss.errors import ConfigError
+from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.moments import RunningMoments, clip_scores
 from rlloss.training.extras import require
 from rlloss.training.ppo_config import EvaluatorConfig
@@ -37,7 +37,12 @@ class Evaluator:
             self._on_texts = SequenceClassifier(config.folder, device, config.label, config.batch_size)
 
     def score(self, texts: Sequence[str], questions: Sequence[Question]) -> Tensor:
-        """Returns the raw scores `[N]` of responses to questions."""
+        """Returns the raw scores `[N]` of responses to questions.
+
+        Raises:
+            ConfigError: There is not one for each response.
+            BatchError: One is not finite.
+        """
         if not texts:  # a rank without rows
             return torch.zeros(0, device=self.device)
         if self._on_texts is None:
@@ -48,6 +53,12 @@ class Evaluator:
         scores = torch.as_tensor(values, dtype=torch.float32, device=self.device).reshape(-1)
         if scores.shape[0] != len(texts):
             raise ConfigError(f"the reward gave {scores.shape[0]} numbers for {len(texts)} texts; expected one each.")
+        if not bool(scores.isfinite().all()):
+            row = int((~scores.isfinite()).nonzero()[0, 0])
+            raise BatchError(
+                f"the reward of {texts[row]!r} is {float(scores[row])}. It must be a finite number: whitening would "
+                f"spread it over the advantages of every response."
+            )
         return scores
 
     def scaled(self, scores: Tensor) -> Tensor:
