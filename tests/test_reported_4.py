@@ -23,12 +23,13 @@ from rlloss.losses import (
     GSPOConfig,
     OrealLossConfig,
     ReinforceConfig,
+    ValueLossConfig,
     VanillaConfig,
 )
 from rlloss.losses.policy_registry import PolicyLossConfig, unregister_policy_loss
 from rlloss.metrics import reduce
 from rlloss.training.evaluator import Evaluator
-from rlloss.training.ppo_config import EvaluatorConfig
+from rlloss.training.ppo_config import CriticConfig, EvaluatorConfig, PPOConfig
 from rlloss.training.tasks import Question
 
 B, T, H, V = 2, 5, 4, 11
@@ -234,6 +235,16 @@ def test_a_reward_that_is_no_number_is_named() -> None:
     assert evaluator.score(["2"], [question]).tolist() == [1.0]
     with pytest.raises(BatchError, match=r"the reward of 'odd' is nan"):
         evaluator.score(["2", "odd"], [question, question])
+
+
+def test_a_reduction_of_the_critic_that_a_shared_backbone_ignores_is_refused() -> None:
+    sample = ValueLossConfig(loss_reduction="sample")
+    with pytest.raises(ConfigError, match=r"critic\.loss\.loss_reduction='sample' has no effect on a shared backbone"):
+        PPOConfig(critic=CriticConfig(backbone="shared", loss=sample))
+    PPOConfig(critic=CriticConfig(backbone="shared", loss=sample), loss=PPOLossConfig(loss_reduction="sample"))
+    PPOConfig(critic=CriticConfig(backbone="own", loss=sample))
+    constant = PPOLossConfig(loss_reduction="constant", loss_length=8.0)
+    PPOConfig(critic=CriticConfig(backbone="shared"), loss=constant)
 
 
 def test_a_coefficient_of_kl_never_changes_its_sign() -> None:

@@ -125,4 +125,11 @@ class PPOConfig(StrictModel):
                 f"PPOConfig: loss.temperature={self.loss.temperature} has no effect here: the loss takes the "
                 "temperature of the sampling. Set rollout.temperature instead."
             )
+        for name in ("loss_reduction", "loss_length"):
+            critic, actor = getattr(self.critic.loss, name), getattr(self.loss, name)
+            if self.critic.backbone == "shared" and name in self.critic.loss.model_fields_set and critic != actor:
+                raise ConfigError(
+                    f"PPOConfig: critic.loss.{name}={critic!r} has no effect on a shared backbone, where one loss has "
+                    f"the actor's loss.{name}={actor!r}. Give both the same, or use critic.backbone='own'."
+                )
         return self
