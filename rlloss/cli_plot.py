@@ -45,7 +45,8 @@ def draw_policy_losses(names: Sequence[str], out: Path) -> None:
 
     Raises:
         UnknownNameError: A name is not registered.
-        ConfigError: A loss cannot be drawn, because it returns a scalar or has fields without defaults.
+        ConfigError: A loss cannot be drawn, because it returns a scalar or has fields without defaults; or the file
+            cannot be written.
         BackendUnavailableError: matplotlib is missing.
     """
     losses = [get_policy_loss(name) for name in names]
@@ -60,8 +61,14 @@ def draw_policy_losses(names: Sequence[str], out: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=13)
     figure.supxlabel("ratio  π / π_old  (the old log-prob is -1)", fontsize=13)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as error:  # a ValueError names the formats that there are
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--out: {out} cannot be written: {reason}. Give another file, such as losses.png."
+        ) from error
 
 
 def curves(loss: PolicyLoss, advantage: float, selected: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Faults that a hostile user found: each was silent, or an error that did not say what to do."""
 
 import math
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
+from rlloss.cli import main
 from rlloss.config_file import override
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.controllers import AdaptiveKLController
@@ -254,3 +257,19 @@ def test_a_coefficient_of_kl_never_changes_its_sign() -> None:
     assert controller.value == 0.1
     controller.update(0.0, 49)
     assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 49 / 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("losses.xyz", "'xyz' is not supported"), ("file/losses.png", "file exists")]
+)
+def test_a_picture_that_cannot_be_written(
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(["plot", "vanilla", "--out", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlloss: --out: ")
+    assert reason.lower() in error.lower()
