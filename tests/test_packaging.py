@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.message import Message
 from pathlib import Path
 
 import pytest
+
+from versions import VERSIONS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "rlloss", "tests", "examples", "configs", "docs")
@@ -49,6 +53,19 @@ for mode in ("eager", "chunk", "liger"):
 for mode in ("chunk", "liger"):
     torch.testing.assert_close(found[mode], found["eager"])
 """
+
+
+def test_the_versions_that_were_tried_begin_where_the_ranges_do_and_stand_in_the_table() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = dict(need.partition(",")[0].split(">=") for need in project["dependencies"])
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    for row, wanted in VERSIONS.items():
+        numbers = dict(package.split("==") for package in wanted)
+        (line,) = re.findall(rf"^\| {row} .*$", table, re.M)
+        cells = [cell.strip() for cell in line.split("|")[2:6]]
+        assert cells == [numbers[name] for name in ("torch", "numpy", "pydantic", "liger-kernel")]
+        assert numbers.keys() == lowest.keys()
+    assert all(dict(p.split("==") for p in VERSIONS["oldest"])[name].startswith(low) for name, low in lowest.items())
 
 
 class Installed:
