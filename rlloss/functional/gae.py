@@ -1,6 +1,7 @@
 """Generalised advantage estimation over masks with holes."""
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,19 +10,6 @@ from rlloss.errors import BatchError, require_known
 from rlloss.functional.advantage_registry import register_advantage
 
 HOLES = ("skip", "steps")
-
-
-@register_advantage("gae")
-def gae_advantages(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    holes: Literal["skip", "steps"] = "skip",
-) -> Tensor:
-    """`A_t = sum_l (gamma lam)^l delta_{t+l}`, `[B, T]`: what `gae` returns first, of the same arguments."""
-    return gae(rewards, values, mask, gamma, lam, holes)[0]
 
 
 def gae(
@@ -80,3 +68,10 @@ def gae(
     stacked = torch.stack(columns[::-1], dim=1) if columns else rewards
     advantages = torch.where(counted, stacked, 0.0)
     return advantages, advantages + values
+
+
+@register_advantage("gae")
+@functools.wraps(gae, assigned=())
+def gae_advantages(*given: Any, **named: Any) -> Tensor:
+    """What `gae` returns first, of the same arguments."""
+    return gae(*given, **named)[0]
