@@ -17,6 +17,19 @@ IGNORED = -100
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "advantages", "temperature")
 
 
+POLICY_LOSSES: dict[str, dict[str, Any]] = {
+    name: {"loss_type": name}
+    for name in (
+        "vanilla", "reinforce", "importance", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "topr", "opmd", "gspo",
+        "gmpo", "vespo", "clip_cov", "kl_cov",
+    )
+}  # fmt: skip
+"""Every loss of rlloss itself as a `policy_loss_cfg`, with what it needs on a step of a few tokens."""
+POLICY_LOSSES["dro"] |= {"beta": 0.2}
+POLICY_LOSSES["clip_cov"] |= {"clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
+POLICY_LOSSES["kl_cov"] |= {"kl_cov_ratio": 0.3}
+
+
 def built_in_policy_losses() -> list[str]:
     """The losses of rlloss itself, without those that other tests have registered by now."""
     return [name for name in policy_loss_names() if get_policy_loss(name).fn.__module__.startswith("rlloss.")]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from batches import built_in_policy_losses
+from batches import POLICY_LOSSES, built_in_policy_losses
 from broken_losses import BROKEN, detached_ratio
 from rlloss import (
     ActorCriticLossConfig,
@@ -61,8 +61,7 @@ def test_sound_losses_pass(config):
 @pytest.mark.filterwarnings("ignore:GRPOLossConfig. the paper")
 @pytest.mark.parametrize("name", built_in_policy_losses())
 def test_every_policy_loss_passes(name):
-    given = {"loss_type": name, **({"beta": 0.1} if name == "dro" else {})}
-    assert failed(GRPOLossConfig(policy_loss_cfg=given)) == {}
+    assert failed(GRPOLossConfig(policy_loss_cfg=POLICY_LOSSES[name])) == {}
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)

@@ -12,19 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batches import built_in_policy_losses
+from batches import POLICY_LOSSES, built_in_policy_losses
 from rlloss import GRPOLossConfig, GRPOLossContext, Totals
 from rlloss.errors import BatchError, ConfigError
 
-LOSSES = (
-    "vanilla", "reinforce", "importance", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "topr", "opmd", "gspo", "gmpo",
-    "vespo", "clip_cov", "kl_cov",
-)  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    "dro": {"beta": 0.2},
-    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0},
-    "kl_cov": {"kl_cov_ratio": 0.3},
-}
+LOSSES = list(POLICY_LOSSES)
 REDUCTIONS = ("token", "sample", "square", "sequence_sum", "constant", "prompt", "sum")
 MODES = ("log_probs", "eager", "chunk", "liger")
 # liger's log-probs are float32; what a loss makes of them is a few times less exact.
@@ -62,7 +54,7 @@ def configure(loss: str, reduction: str, way: str) -> GRPOLossConfig:
     if way != "log_probs":
         fields |= {"mode": way, "chunk_size": 2}
     return GRPOLossConfig(
-        policy_loss_cfg={"loss_type": loss, **OPTIONS.get(loss, {})},
+        policy_loss_cfg=POLICY_LOSSES[loss],
         loss_reduction=reduction,
         use_kl_loss=True,
         kl_loss_coef=0.1,
@@ -180,7 +172,7 @@ def test_no_built_in_loss_is_left_out() -> None:
 @pytest.mark.filterwarnings("ignore:GRPOLossConfig. the paper of policy loss")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_liger_mode_refuses_by_name(loss: str) -> None:
-    policy = {"loss_type": loss, **OPTIONS.get(loss, {})}
+    policy = POLICY_LOSSES[loss]
     refused = {"entropy_coef": 0.1, "entropy_metric": True, "logit_softcap": 30.0, "logit_scale": 2.0}
     for name, value in refused.items():
         with pytest.raises(ConfigError, match=rf"mode='liger' does not support {name}={value}.*Use mode='chunk'"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import rlloss
-from batches import IGNORED, LAYOUTS, random_step
+from batches import IGNORED, LAYOUTS, POLICY_LOSSES, random_step
 from rlloss import (
     ActorCriticLossConfig,
     BaseLossContext,
@@ -57,15 +57,7 @@ def data(layout: str = "padded", fill: float = float("nan")) -> tuple[dict[str, 
     return batch, hidden.masked_fill(ignored[..., None], fill)
 
 
-SPARSE = {
-    "vanilla": {},
-    "cispo": {},
-    "dppo_tv": {},
-    "gspo": {},
-    "gmpo": {},
-    "vespo": {},
-    "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0},
-}
+SPARSE = ("vanilla", "cispo", "dppo_tv", "gspo", "gmpo", "vespo", "clip_cov")
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ce": (CELossConfig, {"loss_reduction": "sample"}),
     "kl": (GRPOLossConfig, {"use_kl_loss": True, "kl_loss_coef": 0.3}),
@@ -81,10 +73,7 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         MixedLossConfig,
         {"parts": {"rl": GRPOLossConfig(use_kl_loss=True), "sft": CELossConfig()}, "coefs": {"sft": 0.25}},
     ),
-    **{
-        name: (GRPOLossConfig, {"policy_loss_cfg": {"loss_type": name, **cfg}, "loss_reduction": "sample"})
-        for name, cfg in SPARSE.items()
-    },
+    **{name: (GRPOLossConfig, {"policy_loss_cfg": POLICY_LOSSES[name], "loss_reduction": "sample"}) for name in SPARSE},
 }
 REFUSED_BY_LIGER = {"entropy", "topk"}
 
