@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from rlloss import (
     CELossConfig,
     DistillLossConfig,
     GRPOLossConfig,
+    GRPOLossContext,
     LogProbConfig,
+    MixedLossConfig,
     RolloutImportanceSampling,
     ValueLossConfig,
 )
@@ -275,3 +279,40 @@ def test_a_rollout_outcome_sees_changes_in_inference_tensors() -> None:
         rollout.sub_(1.0)
     config.loss_ctx_cls.build_batches([context])
     assert context.loss_kwargs.is_weights.tolist() == [[pytest.approx(2.718281828, rel=1e-6)] * 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (GRPOLossConfig(), "keep_mask"),
+        (CELossConfig(), "keep_mask"),
+        (GRPOLossConfig(), "selected"),
+        (GRPOLossConfig(), "policy_mask"),
+        (MixedLossConfig(parts={"rl": GRPOLossConfig()}), "keep_mask"),
+    ],
+)
+def test_a_mask_that_build_batches_computes_is_refused_not_replaced(config: GRPOLossConfig, field: str) -> None:
+    context = config.build({**BATCH, "part_ids": torch.zeros(2, dtype=torch.int64)})
+    for _ in range(2):
+        calibrated(context)
+    setattr(context.loss_kwargs, field, torch.ones(2, 6, dtype=torch.bool))
+    with pytest.raises(BatchError, match=rf"loss_kwargs.{field} was assigned, but build_batches computes it"):
+        calibrated(context)
+    setattr(context.loss_kwargs, field, None)
+    calibrated(context)
+
+
+def test_a_mask_that_was_computed_stays_computed_in_copies() -> None:
+    """One packed row loses a token, the other none; joined or copied they are calibrated again."""
+    config = GRPOLossConfig()
+    batches = [{name: value[i : i + 1].clone() for name, value in BATCH.items()} | {"num_tokens": [6]} for i in (0, 1)]
+    batches[1]["old_logprobs"][0, 2] = -torch.inf
+    contexts = type(config.build(batches[0])).build_batches([config.build(batch) for batch in batches])
+    for copied in (GRPOLossContext.cat(contexts), GRPOLossContext.cat(contexts[::-1]), copy.deepcopy(contexts[1])):
+        assert copied.loss_kwargs.keep_mask is not None
+        assert int((~copied.loss_kwargs.keep_mask).sum()) == 1
+        hidden = HIDDEN.reshape(1, 12, 4)[:, : copied.loss_kwargs.shifted_labels.shape[1]]
+        assert float(calibrated(copied).forward(hidden, WEIGHT).extra["dropped_tokens"]) == 1.0
+    contexts[0].loss_kwargs.keep_mask = torch.ones(1, 6, dtype=torch.bool)
+    with pytest.raises(BatchError, match="keep_mask was assigned"):
+        calibrated(GRPOLossContext.cat(contexts))

@@ -59,7 +59,7 @@ def test_computed_weights_are_not_mistaken_for_given_ones(copied: Any) -> None:
     batch, hidden = batch_of(0.1, 3.0, -3.0, num_tokens=[3])
     context = copied(calibrated(GRPOLossConfig(rollout_is=MASKED), batch))
     assert again(context, hidden) == pytest.approx(math.exp(0.1))
-    assert context.loss_kwargs.given_weights is None
+    assert context.loss_kwargs.given("is_weights") is None
 
 
 def test_weights_that_are_set_after_calibration_are_given() -> None:

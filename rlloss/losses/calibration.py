@@ -100,14 +100,14 @@ def _device_of(contexts: list[Any]) -> torch.device:
 def _prepare(context: Any) -> None:
     """Finds the tokens that leave the step, from the original inputs every time."""
     kwargs = context.loss_kwargs
-    kwargs.keep_mask = None
+    kwargs.set_computed("keep_mask", None)
     leaves = context.prepare()
     context._dropped = None
     if leaves is not None:
         counted = kwargs.shifted_labels != context.loss_cfg.ignore_idx
         context._dropped = (leaves & counted).sum().double()
         # One read of the host; with nothing dropped the labels alone say what counts.
-        kwargs.keep_mask = ~leaves if bool(context._dropped) else None
+        kwargs.set_computed("keep_mask", ~leaves if bool(context._dropped) else None)
 
 
 def _parts(contexts: list[Any], terms: Sequence[Term], group: Group) -> list[list[_Part]]:

@@ -182,8 +182,8 @@ class GRPOLossKwargs(BaseRLLossKwargs):
     """
 
     selection_entropy: TokenTensor = None
-    selected: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
-    policy_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
+    selected: Annotated[Tensor | None, PerToken(kind="mask"), Computed(refuses=True)] = None
+    policy_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed(refuses=True)] = None
 
 
 class GRPOLossContext(BaseRLLossContext):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from torch import Tensor
 
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, nearest
 from rlloss.layout import Shard, TokenLayout, normal
 
 
@@ -42,7 +42,13 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Computed:
-    """A field that `build_batches` makes anew, whatever it holds; a batch may not hold it."""
+    """A field that `build_batches` makes anew; a batch may not hold it.
+
+    Attributes:
+        refuses: Whether `build_batches` refuses a value that somebody else assigned, instead of replacing it.
+    """
+
+    refuses: bool = False
 
 
 TokenTensor = Annotated[Tensor | None, PerToken()]
@@ -72,12 +78,38 @@ class BaseLossKwargs(BaseModel):
     shifted_labels: Annotated[Tensor, PerToken(-100, kind="label")]
     cu_seq_lens: Annotated[Tensor | None, Offsets()] = None
     temperature: Annotated[Tensor | None, PerToken(1.0, spread=True)] = None
-    keep_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed()] = None
+    keep_mask: Annotated[Tensor | None, PerToken(kind="mask"), Computed(refuses=True)] = None
     group_ids: SequenceTensor = None
     num_prompts: int | None = None
     loss_weight: WeightTensor = None
     global_grad_tokens: Annotated[Tensor | None, Computed()] = None
     shard: Shard | None = None
+
+    # Travels with every copy (`to`, `cat`, `take`), which the identity of a tensor does not.
+    _computed: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            found = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise BatchError(f"{type(self).__name__}: {found}.") from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).model_fields and not hasattr(type(self), name) and not name.startswith("_"):
+            raise BatchError(f"{type(self).__name__} has no field {name!r}.{nearest(name, type(self).model_fields)}")
+        super().__setattr__(name, value)
+        if name in self._computed:
+            self._computed -= {name}
+
+    def set_computed(self, name: str, value: Any) -> None:
+        """Assigns a field that was computed here, and is computed anew by the next `build_batches`."""
+        setattr(self, name, value)
+        self._computed |= {name}
+
+    def given(self, name: str) -> Any:
+        """Returns a field, unless `set_computed` assigned it: then None."""
+        return None if name in self._computed else getattr(self, name)
 
     @classmethod
     def role(cls, name: str) -> object:
@@ -88,8 +120,26 @@ class BaseLossKwargs(BaseModel):
     @classmethod
     def is_computed(cls, name: str) -> bool:
         """Tells whether `build_batches` makes a field."""
+        return cls._computed_note(name) is not None
+
+    @classmethod
+    def _computed_note(cls, name: str) -> Computed | None:
         field = cls.model_fields.get(name)
-        return field is not None and any(isinstance(note, Computed) for note in field.metadata)
+        return next((note for note in field.metadata if isinstance(note, Computed)), None) if field else None
+
+    def refuse_assigned(self) -> None:
+        """Refuses a value that would be replaced without a word.
+
+        Raises:
+            BatchError: A field that says so was assigned by somebody else than `build_batches`.
+        """
+        for name in type(self).model_fields:
+            note = self._computed_note(name)
+            if note is not None and note.refuses and self.given(name) is not None:
+                raise BatchError(
+                    f"loss_kwargs.{name} was assigned, but build_batches computes it and would replace it. Leave it "
+                    f"alone: a token that does not count has the label ignore_idx, and is_weights weigh single tokens."
+                )
 
     def is_per_token(self, name: str) -> bool:
         """Tells whether a field is one tensor `[B, T, ...]`: by its annotation, else by its shape."""
@@ -159,8 +209,10 @@ class BaseLossKwargs(BaseModel):
                 f"{cls.__name__}.cat joins packed rows [1, T], but the chunks have {rows} rows: sequences side by side "
                 f"would run into each other. Pack them into one row, with num_tokens, before build."
             )
-        changed = {name: _cat_field(cls, name, chunks) for name, _ in chunks[0]}
-        return chunks[0].with_tensors(changed)
+        joined = chunks[0].with_tensors({name: _cat_field(cls, name, chunks) for name, _ in chunks[0]})
+        assigned = {name for name, _ in joined if any(chunk.given(name) is not None for chunk in chunks)}
+        joined._computed = frozenset().union(*(chunk._computed for chunk in chunks)) - assigned
+        return joined
 
 
 def _cat_field(cls: type[BaseLossKwargs], name: str, chunks: list[Any]) -> Any:

@@ -131,7 +131,7 @@ class MixedLossConfig(BaseLossConfig):
         for name, part in self.parts.items():
             context.parts[name] = part.build(packed, sp_mesh)
         context.check()
-        context.loss_kwargs.keep_mask = context.loss_kwargs.part_ids >= 0
+        context.loss_kwargs.set_computed("keep_mask", context.loss_kwargs.part_ids >= 0)
         return context  # type: ignore[no-any-return]
 
 
@@ -211,11 +211,12 @@ class MixedLossContext(BaseLossContext):
             calibrate(own, cu_seq_lens_list, sp_mesh, group, given, problem)
         for context in contexts:
             kwargs = context.loss_kwargs
-            kwargs.keep_mask = kwargs.part_ids >= 0
+            keep = kwargs.part_ids >= 0
             for place, part in enumerate(context.parts.values()):
                 kept = part.loss_kwargs.keep_mask
                 if kept is not None:
-                    kwargs.keep_mask = kwargs.keep_mask & (kept | (kwargs.part_ids != place))
+                    keep = keep & (kept | (kwargs.part_ids != place))
+            kwargs.set_computed("keep_mask", keep)
             context._batch_size, context._group, context._world = len(contexts), group, world
             sizes = torch.stack([part.layout.segments.sizes for part in context.parts.values()]).sum(dim=0)
             context.know_segments(replace(context.layout.segments, known_sizes=sizes))

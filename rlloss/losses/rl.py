@@ -231,20 +231,20 @@ class BaseRLLossContext(BaseLossContext):
     def _corrects(self) -> bool:
         """Whether the rules are to be applied: there are some, and numbers for them, and no weights were given."""
         kwargs = self.loss_kwargs
-        given = kwargs.given_weights is not None
+        given = kwargs.given("is_weights") is not None
         return bool(self.loss_cfg.rollout_is.compiled()) and kwargs.rollout_logprobs is not None and not given
 
     def _correct_rollout(self, leaves: Tensor | None) -> Tensor | None:
         kwargs = self.loss_kwargs
         if not self._corrects():
-            kwargs.is_weights = kwargs.given_weights
+            kwargs.is_weights = kwargs.given("is_weights")
             self._warn_uncorrected()
             self._rollout, self._step_metrics = None, {}
             return leaves
         if not is_current(self._rollout, self):
             self._rollout = rollout_outcome(self, leaves)
         assert self._rollout is not None
-        kwargs.set_computed_weights(self._rollout.weights)
+        kwargs.set_computed("is_weights", self._rollout.weights)
         self._step_metrics = {**self._rollout.mismatch, **self._rollout.metrics}
         return self._rollout.rejected if leaves is None else leaves | self._rollout.rejected
 

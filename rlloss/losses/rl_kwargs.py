@@ -1,8 +1,7 @@
-"""The tensors of losses on a policy, and whether their importance weights were given or computed."""
+"""The tensors of losses on a policy."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import PrivateAttr
 from torch import Tensor
 
 from rlloss.errors import BatchError
@@ -37,24 +36,6 @@ class BaseRLLossKwargs(BaseLossKwargs):
     kl_loss_weight: WeightTensor = None
     entropy_loss_weight: WeightTensor = None
 
-    # Travels with every copy (`to`, `cat`, `take`), which the identity of a tensor does not.
-    _computed_weights: bool = PrivateAttr(default=False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "is_weights":
-            self._computed_weights = False
-
-    @property
-    def given_weights(self) -> Tensor | None:
-        """The importance weights, unless `build_batches` computed them; it leaves given ones alone."""
-        return None if self._computed_weights else self.is_weights
-
-    def set_computed_weights(self, weights: Tensor | None) -> None:
-        """Sets importance weights that were computed here, and are computed anew by the next `build_batches`."""
-        self.is_weights = weights
-        self._computed_weights = weights is not None
-
     @classmethod
     def cat(cls: type[K], chunks: list[K]) -> K:
         """Joins packed rows along T; see `BaseLossKwargs.cat`.
@@ -62,7 +43,7 @@ class BaseRLLossKwargs(BaseLossKwargs):
         Raises:
             BatchError: A field is set in some of the chunks only, or importance weights are given in some only.
         """
-        if len({chunk._computed_weights for chunk in chunks}) > 1:
+        if len({"is_weights" in chunk._computed for chunk in chunks}) > 1:
             raise BatchError(
                 f"{cls.__name__}.cat: is_weights were given in some of the chunks, and computed by build_batches in "
                 f"the others. Give them in all, or in none."

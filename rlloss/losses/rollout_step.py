@@ -117,7 +117,7 @@ def normalize_step(contexts: Sequence[Any], like: Tensor, group: Group) -> None:
     factor = torch.where(mean > 1e-8, 1.0 / mean.clamp(min=1e-300), 1.0)
     for context in corrected:
         weights = context._rollout.weights
-        context.loss_kwargs.set_computed_weights((weights.double() * factor).to(weights.dtype))
+        context.loss_kwargs.set_computed("is_weights", (weights.double() * factor).to(weights.dtype))
 
 
 def _sources(context: Any) -> tuple[Tensor | None, ...]:

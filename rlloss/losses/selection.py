@@ -137,7 +137,7 @@ def spread(contexts: Sequence[Any], chosen: Tensor, field: str) -> None:
     for context in contexts:
         layout = context.layout
         part = chosen[start : start + layout.num_tokens]
-        setattr(context.loss_kwargs, field, layout.put(part.to(torch.uint8)) != 0)
+        context.loss_kwargs.set_computed(field, layout.put(part.to(torch.uint8)) != 0)
         start += layout.num_tokens
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,7 @@ def check_step(
     contexts: list[Any], cu_seq_lens_list: Sequence[Tensor] | None, sp_mesh: DeviceMesh | None, group: Group
 ) -> Sequence[Term]:
     """Everything that can go wrong on one rank alone, before any collective; returns the terms."""
+    check_list("build_batches", contexts)
     if not contexts:
         raise BatchError(
             "build_batches got an empty list of contexts. A rank without data passes one context of ignored labels: "
@@ -38,8 +40,10 @@ def check_step(
     if len(terms) > MAX_TERMS:
         raise ConfigError(f"the loss has {len(terms)} terms, at most {MAX_TERMS} can be counted.")
     _assign_offsets(contexts, cu_seq_lens_list)
+    num_prompts_of(contexts)
     computed = {"keep_mask", *(term.weight_name for term in terms)}
     for context in contexts:
+        context.loss_kwargs.refuse_assigned()
         check_fields(context.loss_kwargs, computed)
         _use_shard(context, sp_mesh, group)
         context.check()
@@ -47,9 +51,27 @@ def check_step(
         for term in terms:
             if term.reduction == "prompt":
                 prompts_of(context, term.name)
-    num_prompts_of(contexts)
     _warn_unpacked(contexts, terms)
     return terms
+
+
+def is_list(contexts: Any) -> bool:
+    """Whether contexts are a list of contexts, which may be empty."""
+    return isinstance(contexts, (list, tuple)) and all(hasattr(each, "loss_kwargs") for each in contexts)
+
+
+def check_list(caller: str, contexts: Any) -> None:
+    """Checks that contexts are a list of contexts.
+
+    Raises:
+        BatchError: They are something else.
+    """
+    if not is_list(contexts):
+        held = f" of {type(contexts[0]).__name__}" if isinstance(contexts, (list, tuple)) else ""
+        raise BatchError(
+            f"{caller} got a {type(contexts).__name__}{held}, expected a list of contexts, which loss_cfg.build(batch) "
+            f"returns."
+        )
 
 
 def check_joinable(name: str, contexts: Sequence[Any]) -> None:
@@ -58,6 +80,7 @@ def check_joinable(name: str, contexts: Sequence[Any]) -> None:
     Raises:
         BatchError: There is none, or their losses differ.
     """
+    check_list(f"{name}.cat", contexts)
     if not contexts:
         raise BatchError(f"{name}.cat got an empty list; expected at least one context.")
     if any(context.loss_cfg != contexts[0].loss_cfg for context in contexts):
@@ -76,6 +99,8 @@ def prompts_of(context: Any, term: str) -> Tensor:
             f"their number over the whole step; got group_ids={'None' if ids is None else tuple(ids.shape)} and "
             f"num_prompts={count}."
         )
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise BatchError(f"group_ids has dtype {ids.dtype}, expected an integer type.")
     if ids.numel() and not bool(((ids >= 0) & (ids < count)).all()):
         raise BatchError(
             f"group_ids run from {int(ids.min())} to {int(ids.max())}, expected numbers from 0 to num_prompts - 1 = "
@@ -87,6 +112,10 @@ def prompts_of(context: Any, term: str) -> Tensor:
 def _assign_offsets(contexts: list[Any], cu_seq_lens_list: Sequence[Tensor] | None) -> None:
     if cu_seq_lens_list is None:
         return
+    if not isinstance(cu_seq_lens_list, (Sequence, Tensor)):
+        raise BatchError(
+            f"cu_seq_lens_list is a {type(cu_seq_lens_list).__name__}, expected a list of offsets for each context."
+        )
     if len(cu_seq_lens_list) != len(contexts):
         raise BatchError(
             f"cu_seq_lens_list has {len(cu_seq_lens_list)} entries for {len(contexts)} contexts; expected one for each."
