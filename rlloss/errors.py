@@ -5,7 +5,14 @@ the built-in keeps working. A message says what was given, what was expected, an
 """
 
 import difflib
+import functools
+import inspect
+import math
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RLLossError(Exception):
@@ -46,6 +53,39 @@ def require_known(kind: str, name: str, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
         raise UnknownNameError(f"unknown {kind} {name!r}.{nearest(str(name), known)} Known: {', '.join(known)}.")
+
+
+def named_arguments(cls: type[T]) -> type[T]:
+    """Makes a dataclass answer arguments that do not fit its fields with `ConfigError`, not Python's own `TypeError`.
+
+    Args:
+        cls: The dataclass; changed, and returned.
+    """
+    made: Any = cls.__init__
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    signature = inspect.signature(made)
+
+    @functools.wraps(made)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        try:
+            signature.bind(self, *values, **named)
+        except TypeError as error:
+            hint = "".join(nearest(name, known) for name in named if name not in known)
+            raise ConfigError(f"{cls.__name__}: {error}.{hint} Its fields: {', '.join(known)}.") from None
+        made(self, *values, **named)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+def as_number(value: Any) -> float:
+    """Returns a number, or a tensor that holds one, as a float; NaN for whatever is none."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,23 @@ from rlloss.distributed import Group, all_gather, all_reduce_max, differentiable
 from rlloss.errors import BatchError
 
 
+def require_tensor(name: str, value: Any, expected: str) -> None:
+    """Refuses what is no tensor of real floating numbers.
+
+    Args:
+        name: What it is called.
+        value: What was given.
+        expected: Its shape in words, "[B, T, H]".
+
+    Raises:
+        BatchError: It is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{name} is a {type(value).__name__}, expected a tensor {expected}.")
+    if not value.is_floating_point():
+        raise BatchError(f"{name} has dtype {value.dtype}, expected a floating one.")
+
+
 @dataclass(frozen=True)
 class Shard:
     """The part of every row that this rank holds under sequence parallelism: `length` columns, padded and split evenly.

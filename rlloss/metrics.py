@@ -124,7 +124,7 @@ class EffectiveSampleSize(Moments):
     def compute(self) -> Tensor:
         """Returns the fraction, and 0 where nothing was counted."""
         denominator = self.count * self.total_sq
-        return torch.where(denominator > 0, self.total.square() / denominator.clamp(min=1e-300), 0.0)
+        return torch.where(denominator <= 0, 0.0, self.total.square() / denominator.clamp(min=1e-300))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ExplainedVariance(Metric):
         """Returns the fraction, and 0 where the targets do not vary."""
         spread = Moments(self.count, self.target, self.target_sq).variance()
         missed = Moments(self.count, self.error, self.error_sq).variance()
-        return torch.where(spread > 0, 1.0 - missed / spread.clamp(min=1e-300), 0.0)
+        return torch.where(spread <= 0, 0.0, 1.0 - missed / spread.clamp(min=1e-300))
 
 
 def explained_variance_of(predicted: Tensor, target: Tensor) -> ExplainedVariance:
@@ -152,28 +152,36 @@ def explained_variance_of(predicted: Tensor, target: Tensor) -> ExplainedVarianc
     return ExplainedVariance(count, error.sum(), error.square().sum(), target.sum(), target.square().sum())
 
 
-def mean_of(values: Tensor) -> Mean:
-    """Returns the mean metric of a tensor of numbers."""
-    values = values.detach().double()
-    return Mean(values.sum(), values.new_tensor(float(values.numel())))
+def mean_of(values: Tensor, counted: Tensor | None = None) -> Mean:
+    """Returns the mean metric of a tensor of numbers, or of those that a mask of its shape counts."""
+    values, count = _those(values, counted, 0.0)
+    return Mean(values.sum(), count)
 
 
-def max_of(values: Tensor) -> Max:
-    """Returns the maximum metric of a tensor, which may be empty."""
-    values = values.detach().double()
+def max_of(values: Tensor, counted: Tensor | None = None) -> Max:
+    """Returns the maximum metric of a tensor, which may be empty, or of the numbers that a mask counts."""
+    values, _ = _those(values, counted, -torch.inf)
     return Max(values.amax() if values.numel() else values.new_tensor(-torch.inf))
 
 
-def min_of(values: Tensor) -> Min:
-    """Returns the minimum metric of a tensor, which may be empty."""
-    values = values.detach().double()
+def min_of(values: Tensor, counted: Tensor | None = None) -> Min:
+    """Returns the minimum metric of a tensor, which may be empty, or of the numbers that a mask counts."""
+    values, _ = _those(values, counted, torch.inf)
     return Min(values.amin() if values.numel() else values.new_tensor(torch.inf))
 
 
-def moments_of(values: Tensor, kind: type[Moments] = Moments) -> Moments:
-    """Returns count, sum and sum of squares of a tensor."""
+def moments_of(values: Tensor, kind: type[Moments] = Moments, counted: Tensor | None = None) -> Moments:
+    """Returns count, sum and sum of squares of a tensor, or of the numbers that a mask counts."""
+    values, count = _those(values, counted, 0.0)
+    return kind(count, values.sum(), values.square().sum())
+
+
+def _those(values: Tensor, counted: Tensor | None, fill: float) -> tuple[Tensor, Tensor]:
+    """The numbers in float64, `fill` in the place of those that are not counted, and how many are."""
     values = values.detach().double()
-    return kind(values.new_tensor(float(values.numel())), values.sum(), values.square().sum())
+    if counted is None:
+        return values, values.new_tensor(float(values.numel()))
+    return torch.where(counted, values, fill), counted.sum().double()
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -181,9 +189,14 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
     Args:
         parts: One mapping for each chunk or micro-batch. Anything in it that is no `Metric` is left out.
+
+    Raises:
+        BatchError: A part is no mapping, as where one mapping is given in the place of a list.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
+        if not isinstance(part, Mapping):
+            raise BatchError(f"merge got a {type(part).__name__}, expected a list of mappings: merge([output.extra]).")
         for name, metric in part.items():
             if isinstance(metric, Metric):
                 merged[name] = merged[name].merge(metric) if name in merged else metric
@@ -226,6 +239,8 @@ def reduce(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, floa
 
 def over_ranks(metrics: Mapping[str, Metric], group: Group = None) -> dict[str, Metric]:
     """Reduces metrics over ranks to metrics, on the host, that may be merged further; see `reduce`."""
+    if not isinstance(metrics, Mapping):
+        raise BatchError(f"reduce got a {type(metrics).__name__}, expected one mapping: reduce(merge(extras)).")
     kept = {name: metrics[name] for name in sorted(metrics) if isinstance(metrics[name], Metric)}
     _check_alike(kept, group)
     if not kept:

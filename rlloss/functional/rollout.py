@@ -4,6 +4,7 @@ With `x = log pi_train - log pi_rollout` of a token, a rule looks at one statist
 masks or vetoes by bounds. Every published correction is a short list of such rules (`rlloss.losses.rollout_is`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rlloss.errors import ConfigError, require_known
+from rlloss.errors import ConfigError, as_number, named_arguments, require_known
 from rlloss.functional.policy import LOG_RATIO_BOUND, bounded_ratio
 from rlloss.layout import Segments
 from rlloss.metrics import EffectiveSampleSize, Mean, Metric, max_of, mean_of, min_of, moments_of
@@ -22,6 +23,7 @@ Action = Literal["clamp", "mask", "veto"]
 Denominator = Literal["kept", "all"]
 
 
+@named_arguments
 @dataclass(frozen=True)
 class RolloutRule:
     """One step of a correction.
@@ -60,6 +62,9 @@ class RolloutRule:
             raise ConfigError(f"a veto rule looks at single tokens, but got level={self.level!r}. Use action='mask'.")
         if self.action != "clamp" and self.low is None and self.high is None:
             raise ConfigError(f"a {self.action} rule needs a bound: give low, high, or both.")
+        for name, bound in (("low", self.low), ("high", self.high)):
+            if bound is not None and math.isnan(as_number(bound)):
+                raise ConfigError(f"RolloutRule({name}={bound!r}): expected a number, or None for no bound.")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ConfigError(f"low={self.low} lies above high={self.high}.")
 
@@ -123,6 +128,9 @@ def correct_rollout(log_ratio: Tensor, segments: Segments, rules: Sequence[Rollo
         log_ratio: `[N]`, `log pi_train - log pi_rollout`, nats; no gradient flows through the result.
         segments: The sequence of each token.
         rules: At most one of them clamps.
+
+    Returns:
+        Weights, the tokens that stay, and metrics; see `RolloutCorrection`.
 
     Source:
         Truncated importance sampling: fengyao.notion.site/off-policy-rl. Masked: arXiv:2510.26788 (IcePop). Rejection

@@ -20,8 +20,8 @@ from rlloss.losses.policy_registry import PolicyLoss, PolicyLossConfig, get_poli
 from rlloss.losses.rl import BaseRLLossConfig, BaseRLLossContext
 from rlloss.losses.rl_kwargs import BaseRLLossKwargs
 from rlloss.losses.selection import spread, step_tokens
-from rlloss.losses.terms import Term
-from rlloss.metrics import EffectiveSampleSize, Metric, max_of, mean_of, min_of, moments_of
+from rlloss.losses.terms import Term, entropy_metric
+from rlloss.metrics import EffectiveSampleSize, Metric, Sum, max_of, mean_of, min_of, moments_of
 
 
 class GRPOLossConfig(BaseRLLossConfig):
@@ -128,14 +128,14 @@ class GRPOLossConfig(BaseRLLossConfig):
             "advantages": advantages,
             "loss_weights": weights if keep is None else torch.where(keep, weights, 0.0),
             "is_weights": loss_kwargs.is_weights,
-            "mask": stats.labels == stats.labels,
+            "mask": torch.ones_like(stats.labels, dtype=torch.bool),
             "entropy": stats.entropy,
             "segments": stats.segments,
             "selected": loss_kwargs.selected,
             "policy_loss_cfg": self.policy_loss_cfg,
         }
         # First, since a loss may write into its arguments.
-        ratios = {**_ratio_metrics(stats.log_prob, old), **_entropy_metric(stats)}
+        ratios = {**_ratio_metrics(stats.log_prob, old), **entropy_metric(stats)}
         values, metrics = loss.read(loss.fn(**{name: available[name] for name in loss.needs}), stats.log_prob)
         if keep is not None:
             values = values if values.ndim == 0 else torch.where(keep, values, 0.0)
@@ -155,21 +155,21 @@ class GRPOLossConfig(BaseRLLossConfig):
 
 
 def _ratio_metrics(log_prob: Tensor, old_log_prob: Tensor) -> dict[str, Metric]:
+    # Where a loss reads old log-probs, a token with an infinite one has left the step. Any other loss keeps the token,
+    # which has no ratio.
+    known = ~torch.isinf(old_log_prob)
     log_ratio = (log_prob - old_log_prob).detach()
     ratio = bounded_ratio(log_ratio)
     return {
-        "ratio_mean": mean_of(ratio),
-        "ratio_min": min_of(ratio),
-        "ratio_max": max_of(ratio),
-        "ess": moments_of(ratio, EffectiveSampleSize),
-        "approx_kl_k1": mean_of(-log_ratio),
-        "approx_kl_k2": mean_of(0.5 * log_ratio.square()),
-        "approx_kl_k3": mean_of(ratio - 1.0 - log_ratio.clamp(-20.0, 20.0)),
+        "ratio_mean": mean_of(ratio, known),
+        "ratio_min": min_of(ratio, known),
+        "ratio_max": max_of(ratio, known),
+        "ratio_missing": Sum((~known).double().sum()),
+        "ess": moments_of(ratio, EffectiveSampleSize, known),
+        "approx_kl_k1": mean_of(-log_ratio, known),
+        "approx_kl_k2": mean_of(0.5 * log_ratio.square(), known),
+        "approx_kl_k3": mean_of(ratio - 1.0 - log_ratio.clamp(-20.0, 20.0), known),
     }
-
-
-def _entropy_metric(stats: TokenStats) -> dict[str, Metric]:
-    return {} if stats.entropy is None else {"entropy": mean_of(stats.entropy)}
 
 
 class GRPOLossKwargs(BaseRLLossKwargs):

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from rlloss.errors import BatchError
 from rlloss.heads import HeadInputs, TokenStats
+from rlloss.heads.logits import floored
 from rlloss.heads.vocab_parallel import Vocabulary, shard_vocabulary
-from rlloss.layout import from_jagged
+from rlloss.layout import from_jagged, require_tensor
 
 
 def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], vocab: Vocabulary) -> HeadInputs:
@@ -23,6 +24,10 @@ def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], voc
         BatchError: A label lies outside of the vocabulary, or the weight is cut in another way.
     """
     hidden, weight, bias = tensors
+    require_tensor("hidden_states", hidden, "[B, T, H]")
+    require_tensor("head_weight", weight, "[V, H]")
+    if bias is not None:
+        require_tensor("head_bias", bias, "[V]")
     layout, cfg = context.layout, context.loss_cfg
     labels = layout.take(context.loss_kwargs.shifted_labels).long()
     weight, bias, shard = shard_vocabulary(weight, bias, labels, vocab)
@@ -46,12 +51,16 @@ def stats_of_log_probs(context: Any, log_probs: Tensor, entropy: Tensor | None) 
 
     Args:
         context: The context.
-        log_probs: `[B, T]` or jagged, nats; ignored positions may hold anything.
+        log_probs: `[B, T]` or jagged, nats; ignored positions may hold anything. They end at the floor of the heads:
+            -inf, a word of probability 0, is -1e4.
         entropy: The same, where the loss needs it.
 
     Raises:
         BatchError: A shape does not fit, or the entropies that the loss needs are missing.
     """
+    require_tensor("log_probs", log_probs, "[B, T]")
+    if entropy is not None:
+        require_tensor("entropy", entropy, "[B, T]")
     log_probs, entropy = from_jagged(log_probs), None if entropy is None else from_jagged(entropy)
     expected = tuple(context.loss_kwargs.shifted_labels.shape)
     for name, tensor in (("log_probs", log_probs), ("entropy", entropy)):
@@ -67,7 +76,7 @@ def stats_of_log_probs(context: Any, log_probs: Tensor, entropy: Tensor | None) 
     wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
     labels = layout.take(context.loss_kwargs.shifted_labels).long()
-    return TokenStats(layout.take(wide), taken, layout.segments, labels)
+    return TokenStats(floored(layout.take(wide)), taken, layout.segments, labels)
 
 
 def check_words(name: str, ids: Tensor, vocabulary: int) -> None:

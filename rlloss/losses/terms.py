@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rlloss.errors import NotCalibratedError
-from rlloss.metrics import Metric, Sum
+from rlloss.errors import NotCalibratedError, named_arguments
+from rlloss.metrics import Metric, Sum, mean_of
 
 Level = Literal["token", "step", "sequence"]
 LEVELS = ("token", "step", "sequence")
@@ -22,6 +22,7 @@ TermFn = Callable[[Any, Any], tuple[Tensor, dict[str, Metric]]]
 numbers `[N]` (weighted later) or a scalar that already is."""
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Term:
     """One summand of a loss.
@@ -102,6 +103,11 @@ def _without_gradient(stats: Any, rows: Tensor) -> Any:
             mask = rows.reshape(-1, *[1] * (part.ndim - 1))
             cut[name] = torch.where(mask, part.detach(), part)
     return stats._replace(**cut)
+
+
+def entropy_metric(stats: Any) -> dict[str, Metric]:
+    """The mean entropy, where the head computed it."""
+    return {} if stats.entropy is None else {"entropy": mean_of(stats.entropy)}
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from rlloss.errors import BatchError, ConfigError
+from rlloss.errors import BatchError, ConfigError, as_number, named_arguments
 from rlloss.losses.terms import Reduction, Term
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Totals:
     """Counts of the whole step that are known; a given one is not counted.
@@ -26,8 +27,10 @@ class Totals:
     def __post_init__(self) -> None:
         for name in ("tokens", "sequences", "prompts", "world"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"Totals({name}={value}): expected a finite number above 0, or None to count.")
+            if value is not None and not 0 < as_number(value) < math.inf:
+                raise ConfigError(f"Totals({name}={value!r}): expected a finite number above 0, or None to count.")
+        if self.world is not None and not as_number(self.world).is_integer():
+            raise ConfigError(f"Totals(world={self.world!r}): expected a number of ranks, or None to take the group's.")
 
     @property
     def gives_nothing(self) -> bool:

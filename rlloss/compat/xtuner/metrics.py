@@ -63,7 +63,9 @@ def extra_info(extra: Mapping[str, Any]) -> ExtraInfo:
 
 def ratio_counts(log_prob: Tensor, old_log_prob: Tensor, policy_loss_cfg: Any) -> dict[str, Metric]:
     """Counts how far ratios are from 1, and how many lie outside of the clip bounds, whatever the advantage."""
-    ratio = bounded_ratio((log_prob - old_log_prob).detach()).double()
+    # A token with an infinite old log-prob has no ratio, and is not in the count that XTuner divides by.
+    log_ratio = torch.where(torch.isinf(old_log_prob), 0.0, (log_prob - old_log_prob).detach())
+    ratio = bounded_ratio(log_ratio).double()
     found: dict[str, Metric] = {"ratio_abs_dev": Sum((ratio - 1.0).abs().sum())}
     low, high = policy_loss_cfg.get("cliprange_low"), policy_loss_cfg.get("cliprange_high")
     if low is not None and high is not None:
