@@ -23,6 +23,8 @@ from rlloss import (
     OrealLossConfig,
     PPOLossConfig,
     RolloutImportanceSampling,
+    Term,
+    Totals,
     ValueLossConfig,
     compute_advantages,
     register_policy_loss,
@@ -85,6 +87,9 @@ NAMES: dict[str, tuple[Callable[[], Any], str]] = {
     "statistic of a rule": (lambda: RolloutRule(statistic="ratios"), "ratio"),  # type: ignore[arg-type]
     "action of a rule": (lambda: RolloutRule(action="clmp"), "clamp"),  # type: ignore[arg-type]
     "denominator of a rule": (lambda: RolloutRule(denominator="keep"), "kept"),  # type: ignore[arg-type]
+    "field of a rule that is made": (lambda: RolloutRule(levle="token"), "level"),  # type: ignore[call-arg]
+    "field of a term": (lambda: Term("mine", len, coeff=1.0), "coef"),  # type: ignore[call-arg, arg-type]
+    "total": (lambda: Totals(token=3), "tokens"),  # type: ignore[call-arg]
     "verl's rejection": (
         lambda: RolloutImportanceSampling.verl(rollout_rs="tokn_k2", rollout_rs_threshold=1),
         "token_k2",
@@ -207,6 +212,23 @@ COMBINATIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: GRPOLossConfig(policy_loss_cfg={"log_prob_diff_min": 0.0, "log_prob_diff_max": 0.0}),
         ("log_prob_diff_min",),
     ),
+    "no room for a ratio of clip_cov": (
+        lambda: GRPOLossConfig(
+            policy_loss_cfg={"loss_type": "clip_cov", "log_prob_diff_min": 0.0, "log_prob_diff_max": 0.0}
+        ),
+        ("log_prob_diff_min=0.0",),
+    ),
+    "no room for a ratio of gmpo": (
+        lambda: GRPOLossConfig(
+            policy_loss_cfg={"loss_type": "gmpo", "log_prob_diff_min": 0.0, "log_prob_diff_max": 0.0},
+            loss_reduction="sample",
+        ),
+        ("log_prob_diff_min=0.0",),
+    ),
+    "a cap below the lower bound": (
+        lambda: GRPOLossConfig(policy_loss_cfg={"loss_type": "cispo", "cliprange_low": 0.2, "ratio_cap": 0.5}),
+        ("ratio_cap=0.5", "1 - cliprange_low=0.8"),
+    ),
     "covariance bounds": (
         lambda: GRPOLossConfig(policy_loss_cfg={"loss_type": "clip_cov", "clip_cov_lb": 5.0, "clip_cov_ub": 1.0}),
         ("clip_cov_lb=5.0", "clip_cov_ub=1.0"),
@@ -237,6 +259,13 @@ COMBINATIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: MixedLossConfig(parts={"rl": GRPOLossConfig(temperature=0.5)}, temperature=0.7),
         ("temperature=0.5", "set it on MixedLossConfig"),
     ),
+    "a total in words": (lambda: Totals(tokens="3"), ("Totals(tokens='3')", "finite number above 0")),  # type: ignore[arg-type]
+    "totals of two steps": (
+        lambda: Totals(tokens=torch.tensor([3, 4])),  # type: ignore[arg-type]
+        ("Totals(tokens=tensor([3, 4]))", "None to count"),
+    ),
+    "half a rank": (lambda: Totals(world=2.5), ("Totals(world=2.5)", "number of ranks")),  # type: ignore[arg-type]
+    "a bound in words": (lambda: RolloutRule(high="2"), ("RolloutRule(high='2')", "expected a number")),  # type: ignore[arg-type]
     "no part": (lambda: MixedLossConfig(parts={}), ("parts",)),
     "skipped rows and KL": (
         lambda: GRPOConfig(skip_zero_advantages=True, loss={"use_kl_loss": True}),  # type: ignore[arg-type]

@@ -43,12 +43,17 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, value_cap: flo
 
 def resolve_kl_kind(kind: str) -> str:
     """Returns the estimator (k1, abs, k2, k3) that a name stands for, without its "+"."""
-    base = kind.removesuffix("+")
+    base = str(kind).removesuffix("+")
     if base not in KL_KINDS:
         raise UnknownNameError(
             f"unknown KL kind {kind!r}.{nearest(base, KL_KINDS)} Known: {', '.join(KL_KINDS)}, each also with '+'."
         )
     return KL_KINDS[base]
+
+
+def ignores_reference(kind: str) -> bool:
+    """Whether the gradient of an estimator, as a loss, does not depend on the reference policy: that of plain k1."""
+    return resolve_kl_kind(kind) == "k1" and not kind.endswith("+")
 
 
 def _estimate(difference: Tensor, kind: str, value_cap: float | None) -> Tensor:

@@ -8,7 +8,7 @@ from rlloss.heads import HeadInputs, HeadOutput, Objective, TokenStats, fused_cr
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
-from rlloss.losses.terms import Reduction, Term
+from rlloss.losses.terms import Reduction, Term, entropy_metric
 from rlloss.metrics import Mean, Metric, Sum, mean_of
 
 
@@ -33,10 +33,7 @@ class CELossConfig(BaseLossConfig):
 
 
 def _cross_entropy(stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
-    metrics: dict[str, Metric] = {"nll": mean_of(-stats.log_prob)}
-    if stats.entropy is not None:
-        metrics["entropy"] = mean_of(stats.entropy)
-    return -stats.log_prob, metrics
+    return -stats.log_prob, {"nll": mean_of(-stats.log_prob), **entropy_metric(stats)}
 
 
 class CELossKwargs(BaseLossKwargs):

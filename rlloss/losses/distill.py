@@ -9,13 +9,13 @@ from torch import Tensor
 from rlloss.errors import BatchError, ConfigError, require_known
 from rlloss.functional.bounds import bound
 from rlloss.functional.distill import forward_kl_topk
-from rlloss.functional.kl import KL_KINDS, kl_penalty, resolve_kl_kind
+from rlloss.functional.kl import KL_KINDS, ignores_reference, kl_penalty
 from rlloss.heads import TokenStats
 from rlloss.losses.batch import refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs, PerToken, TokenTensor
-from rlloss.losses.terms import Reduction, Term
+from rlloss.losses.terms import Reduction, Term, entropy_metric
 from rlloss.metrics import Metric, mean_of
 
 
@@ -44,7 +44,7 @@ class DistillLossConfig(BaseLossConfig):
     def _check_kind(self) -> "DistillLossConfig":
         if self.kind != "topk":
             require_known("kind", self.kind.removesuffix("+"), ("topk", *KL_KINDS))
-        if self.kind != "topk" and resolve_kl_kind(self.kind) == "k1" and not self.kind.endswith("+"):
+        if self.kind != "topk" and ignores_reference(self.kind):
             raise ConfigError(
                 f"DistillLossConfig: the gradient of kind={self.kind!r} does not depend on the teacher. Use 'k3' or "
                 f"'k1+', or give rlloss.reverse_kl_advantages to a policy loss."
@@ -70,7 +70,7 @@ class DistillLossConfig(BaseLossConfig):
         return (Term("distill", self._distance, reduction=self.loss_reduction, weight_field="loss_weight"),)
 
     def _distance(self, stats: TokenStats, loss_kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
-        metrics: dict[str, Metric] = {} if stats.entropy is None else {"entropy": mean_of(stats.entropy)}
+        metrics = entropy_metric(stats)
         if self.kind == "topk":
             teacher = loss_kwargs.teacher_topk_logprobs
             if stats.extra_log_prob is None:

@@ -8,19 +8,14 @@ from torch import Tensor
 
 from rlloss.errors import ConfigError
 from rlloss.functional.policy import bounded_ratio, clipped_surrogate
-from rlloss.losses.policy_losses import Result
-from rlloss.losses.policy_registry import PolicyLossConfig, register_policy_loss
+from rlloss.losses.policy_losses import BoundedConfig, Result
+from rlloss.losses.policy_registry import register_policy_loss
 from rlloss.losses.selection import StepTokens
 from rlloss.metrics import mean_of
 
 
-class CovarianceConfig(PolicyLossConfig):
-    """Bounds of the log-ratio before `exp`."""
-
-    log_prob_diff_min: float = Field(default=-20.0, le=0.0)
-    """Lower bound of the log-ratio, nats; the gradient beyond is 0."""
-    log_prob_diff_max: float = Field(default=20.0, ge=0.0)
-    """Upper bound of the log-ratio, nats; the gradient beyond is 0."""
+class CovarianceConfig(BoundedConfig):
+    """The ratio of a token, and its bounds before `exp`."""
 
     def bounded(self, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
         """Returns the ratio, `[N]`."""

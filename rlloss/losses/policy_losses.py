@@ -1,7 +1,7 @@
 """Policy losses on a ratio with gradient: clipped, gated or bare. The formulas are in `rlloss.functional.policy`."""
 
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -23,23 +23,28 @@ from rlloss.metrics import Metric
 Result = tuple[Tensor, dict[str, Metric]]
 
 
-class RatioConfig(PolicyLossConfig):
-    """Which ratio of the current to the old policy, and its bounds before `exp`."""
+class BoundedConfig(PolicyLossConfig):
+    """Bounds of a log-ratio before `exp`: of a token, or of what the loss makes of a sequence."""
 
-    ratio: RatioKind = "token"
-    """Of the token; geometric mean (sequence_mean) or product over the sequence; sequence_token: GSPO-token."""
     log_prob_diff_min: float = Field(default=-20.0, le=0.0)
     """Lower bound of the log-ratio, nats; the gradient beyond is 0."""
     log_prob_diff_max: float = Field(default=20.0, ge=0.0)
     """Upper bound of the log-ratio, nats; the gradient beyond is 0."""
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> "RatioConfig":
+    def _check_bounds(self) -> "BoundedConfig":
         if self.log_prob_diff_min >= self.log_prob_diff_max:
             raise ConfigError(
                 f"log_prob_diff_min={self.log_prob_diff_min} must lie below log_prob_diff_max={self.log_prob_diff_max}."
             )
         return self
+
+
+class RatioConfig(BoundedConfig):
+    """Which ratio of the current to the old policy, and its bounds before `exp`."""
+
+    ratio: RatioKind = "token"
+    """Of the token; geometric mean (sequence_mean) or product over the sequence; sequence_token: GSPO-token."""
 
     def bounded(self, log_prob: Tensor, old_log_prob: Tensor, segments: Segments) -> Tensor:
         """Returns the ratio, `[N]`."""
@@ -50,6 +55,11 @@ class RatioConfig(PolicyLossConfig):
 def ratio_level(cfg: RatioConfig) -> Level:
     """The level of a loss on this ratio."""
     return "token" if cfg.ratio == "token" else "sequence"
+
+
+def level_field(cfg: Any) -> Level:
+    """The level that a config names."""
+    return cfg.level  # type: ignore[no-any-return]
 
 
 class ClipConfig(RatioConfig):
@@ -199,17 +209,13 @@ def sapo(
     return soft_gate(ratio, advantages, policy_loss_cfg.tau_pos, policy_loss_cfg.tau_neg)
 
 
-class GMPOConfig(PolicyLossConfig):
-    """GMPO (arXiv:2507.20673): the geometric mean of clipped ratios; the paper's wide clip."""
+class GMPOConfig(BoundedConfig):
+    """GMPO (arXiv:2507.20673): the geometric mean of clipped ratios; the paper's wide clip. Bounds are of the mean."""
 
     clip_log_ratio_low: float = Field(default=0.4, ge=0.0)
     """The log-ratio is clipped below at -clip_log_ratio_low where A < 0, nats."""
     clip_log_ratio_high: float = Field(default=0.4, ge=0.0)
     """The log-ratio is clipped above at clip_log_ratio_high where A > 0, nats."""
-    log_prob_diff_min: float = Field(default=-20.0, le=0.0)
-    """Lower bound of the sequence's mean log-ratio, nats; the gradient beyond is 0."""
-    log_prob_diff_max: float = Field(default=20.0, ge=0.0)
-    """Upper bound of the sequence's mean log-ratio, nats; the gradient beyond is 0."""
 
 
 @register_policy_loss("gmpo", config=GMPOConfig, aliases=("geo_mean",), level="sequence", reduction="sample")

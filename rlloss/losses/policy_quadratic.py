@@ -7,8 +7,8 @@ from torch import Tensor
 
 from rlloss.functional.policy_quadratic import quadratic_loss
 from rlloss.layout import Segments
+from rlloss.losses.policy_losses import level_field
 from rlloss.losses.policy_registry import PolicyLossConfig, register_policy_loss
-from rlloss.losses.terms import Level
 
 
 class DROConfig(PolicyLossConfig):
@@ -29,11 +29,7 @@ class OPMDConfig(PolicyLossConfig):
     """Square of the whole sequence's log-ratio, as in the paper, or of the token's, as in ROLL's kimi15."""
 
 
-def _level(cfg: DROConfig | OPMDConfig) -> Level:
-    return cfg.level
-
-
-@register_policy_loss("dro", config=DROConfig, level=_level)
+@register_policy_loss("dro", config=DROConfig, level=level_field)
 def dro(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, segments: Segments, policy_loss_cfg: DROConfig
 ) -> Tensor:
@@ -56,7 +52,7 @@ def dro(
     return quadratic_loss(log_prob, old_log_prob, advantages, policy_loss_cfg.beta, spread)
 
 
-@register_policy_loss("opmd", config=OPMDConfig, aliases=("kimi15",), level=_level)
+@register_policy_loss("opmd", config=OPMDConfig, aliases=("kimi15",), level=level_field)
 def opmd(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, segments: Segments, policy_loss_cfg: OPMDConfig
 ) -> Tensor:

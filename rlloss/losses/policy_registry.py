@@ -199,7 +199,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
     Raises:
         UnknownNameError: There is none; the message names the nearest one.
     """
-    if name in _REGISTRY or "." not in name:
+    if not isinstance(name, str) or name in _REGISTRY or "." not in name:
         return _REGISTRY.get(name)
     module_name, _, attribute = name.rpartition(".")
     try:
@@ -240,8 +240,14 @@ def _default_level(needs: frozenset[str]) -> Level:
 def _arguments(name: str, fn: PolicyFn) -> frozenset[str]:
     if not callable(fn):
         raise ConfigError(f"policy loss {name!r} is a {type(fn).__name__}, expected a function.")
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError as error:
+        raise ConfigError(
+            f"policy loss {name!r}: {error}. Wrap it in a function whose arguments have names."
+        ) from error
     asked = []
-    for parameter in inspect.signature(fn).parameters.values():
+    for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise ConfigError(
                 f"policy loss {name!r}: argument {parameter.name!r} cannot be passed by name. "

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from rlloss.errors import ConfigError
 from rlloss.functional.policy import RatioKind, bounded_ratio, log_ratio_of
 from rlloss.functional.policy_score import (
     gamma_factor,
@@ -14,9 +15,8 @@ from rlloss.functional.policy_score import (
     within_variation,
 )
 from rlloss.layout import Segments
-from rlloss.losses.policy_losses import RatioConfig, Result, ratio_level
+from rlloss.losses.policy_losses import RatioConfig, Result, level_field, ratio_level
 from rlloss.losses.policy_registry import PolicyLossConfig, register_policy_loss
-from rlloss.losses.terms import Level
 from rlloss.metrics import mean_of
 
 
@@ -49,6 +49,14 @@ class CISPOConfig(RatioConfig):
     """The weight is at most 1 + cliprange_high."""
     ratio_cap: float | None = Field(default=None, gt=0.0)
     """Absolute upper bound of the weight in the place of 1 + cliprange_high (TRL's and Liger's epsilon_high)."""
+
+    @model_validator(mode="after")
+    def _check_cap(self) -> "CISPOConfig":
+        if self.ratio_cap is not None and self.ratio_cap < 1.0 - self.cliprange_low:
+            raise ConfigError(
+                f"ratio_cap={self.ratio_cap} lies below the lower bound 1 - cliprange_low={1.0 - self.cliprange_low}."
+            )
+        return self
 
 
 @register_policy_loss("cispo", config=CISPOConfig, level=ratio_level, surrogate=True)
@@ -139,11 +147,7 @@ class TOPRConfig(PolicyLossConfig):
     """Ratio of the whole sequence, as in the paper, or of the token, as in ROLL."""
 
 
-def _level_field(cfg: TOPRConfig) -> Level:
-    return cfg.level
-
-
-@register_policy_loss("topr", config=TOPRConfig, level=_level_field, surrogate=True)
+@register_policy_loss("topr", config=TOPRConfig, level=level_field, surrogate=True)
 def topr(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, segments: Segments, policy_loss_cfg: TOPRConfig
 ) -> Tensor:

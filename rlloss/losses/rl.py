@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group
 from rlloss.errors import BatchError
-from rlloss.functional.kl import kl_penalty, resolve_kl_kind
+from rlloss.functional.kl import ignores_reference, kl_penalty
 from rlloss.functional.policy import RatioKind, bounded_ratio, log_ratio_of
 from rlloss.heads import TokenStats
 from rlloss.losses.batch import check_field, offsets_of, refuse_nan
@@ -58,9 +58,7 @@ class BaseRLLossConfig(BaseLossConfig):
     @model_validator(mode="after")
     def _check_rl(self) -> "BaseRLLossConfig":
         name = type(self).__name__
-        if self.kl_loss_type is not None:
-            resolve_kl_kind(self.kl_loss_type)
-        if self.use_kl_loss and self.kl_loss_type in ("k1", "kl"):
+        if self.kl_loss_type is not None and ignores_reference(self.kl_loss_type) and self.use_kl_loss:
             warnings.warn(
                 f"{name}: the gradient of kl_loss_type={self.kl_loss_type!r} as a loss does not depend on the "
                 "reference policy. Use 'k3', or 'k1+' for the unbiased gradient.",
