@@ -47,12 +47,10 @@ class Registry(Generic[T]):
         Raises:
             UnknownNameError: `name` is neither a name nor an alias.
         """
-        if name in self._entries:
-            return name
-        if name in self._aliases:
-            return self._aliases[name]
+        if isinstance(name, str) and name in self:
+            return self._aliases.get(name, name)
         raise UnknownNameError(
-            f"unknown {self.kind} {name!r}.{nearest(name, [*self._entries, *self._aliases])} "
+            f"unknown {self.kind} {name!r}.{nearest(str(name), [*self._entries, *self._aliases])} "
             f"Known: {', '.join(sorted(self._entries))}."
         )
 

@@ -80,6 +80,9 @@ def check_rewards(rewards: Tensor, group_ids: Tensor, nan: NanRewards = "raise")
     Raises:
         BatchError: See `Groups`.
     """
+    for name, given in (("rewards", rewards), ("group_ids", group_ids)):
+        if not isinstance(given, Tensor):
+            raise BatchError(f"{name} is a {type(given).__name__}, expected a tensor [N].")
     if rewards.ndim != 1 or rewards.shape != group_ids.shape:
         raise BatchError(
             f"rewards {list(rewards.shape)} and group_ids {list(group_ids.shape)} must both be [N], "

@@ -88,7 +88,11 @@ def num_prompts_of(contexts: Sequence[Any]) -> int:
     Raises:
         BatchError: The micro-batches disagree.
     """
-    given = {context.loss_kwargs.num_prompts for context in contexts} - {None}
+    found = [context.loss_kwargs.num_prompts for context in contexts if context.loss_kwargs.num_prompts is not None]
+    for count in found:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise BatchError(f"num_prompts is {count!r}, expected the number of prompts of the whole step.")
+    given = set(found)
     if len(given) > 1:
         raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
     return int(given.pop()) if given else 0

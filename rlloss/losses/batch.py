@@ -43,8 +43,11 @@ def packed_mapping(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of a batch that are not None; jagged tensors become one packed row with offsets.
 
     Raises:
-        BatchError: A jagged tensor has rows of other lengths than the labels, or the labels are not jagged.
+        BatchError: It is no mapping, a jagged tensor has rows of other lengths than the labels, or the labels are not
+            jagged.
     """
+    if not hasattr(data, "items"):
+        raise BatchError(f"the batch is a {type(data).__name__}, expected a mapping from names to tensors.")
     present = {key: value for key, value in data.items() if value is not None}
     jagged = {key: value for key, value in present.items() if isinstance(value, Tensor) and value.is_nested}
     if not jagged:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.distributed import Group, all_reduce_sum
+from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout, exchange_sizes
 from rlloss.losses.agreement import FACTS, check_facts, facts_of, num_prompts_of
-from rlloss.losses.step_check import MAX_TERMS, check_step, prompts_of
+from rlloss.losses.step_check import MAX_TERMS, check_list, check_step, prompts_of
 from rlloss.losses.terms import Term
 from rlloss.losses.totals import Totals
 
@@ -53,7 +54,14 @@ def calibrate(
 
     A problem is raised on every rank, like one that is found here.
     """
-    totals = totals or Totals()
+    if not isinstance(totals, Totals):
+        expected = f"totals is a {type(totals).__name__}, expected rlloss.Totals(tokens=...) or None."
+        problem = problem if problem or totals is None else BatchError(expected)
+        totals = Totals()
+    try:
+        check_list("build_batches", contexts)
+    except BatchError as error:
+        problem, contexts = problem or error, []
     terms: Sequence[Term] = ()
     parts: list[list[_Part]] = []
     try:

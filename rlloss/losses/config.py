@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlloss.errors import ConfigError, nearest
@@ -241,8 +242,10 @@ class BaseLossConfig(StrictModel):
 
     def empty(self, like: Mapping[str, Any], sp_mesh: DeviceMesh | None = None) -> "BaseLossContext":
         """Builds the context of a rank without data: the batch `like` with every label ignored."""
-        import torch
+        from rlloss.losses.batch import packed_mapping
 
-        data = dict(like)
-        data["shifted_labels"] = torch.full_like(data["shifted_labels"], self.ignore_idx)
+        data = packed_mapping(like)
+        labels = data.get("shifted_labels")
+        if isinstance(labels, Tensor):
+            data["shifted_labels"] = labels.new_full(labels.shape, self.ignore_idx)
         return self.build(data, sp_mesh)

@@ -138,6 +138,8 @@ def _per_token(key: str, role: PerToken, value: Tensor, shape: RowShape) -> Tens
         if value.is_floating_point() or value.dtype == torch.bool:
             raise BatchError(f"{key} has dtype {value.dtype}, expected an integer type.")
         value = value.long()
+    elif value.is_complex():
+        raise BatchError(f"{key} has dtype {value.dtype}, expected real numbers.")
     elif not value.is_floating_point():
         value = value.float()
     lengths = (shape.length,) if shape.shard is None else (shape.length, shape.shard.local_length)

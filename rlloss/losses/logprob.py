@@ -12,7 +12,7 @@ from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
 from rlloss.losses.kwargs import BaseLossKwargs
 from rlloss.losses.output import LossDetails, LossOutput
-from rlloss.losses.step_check import check_step
+from rlloss.losses.step_check import check_list, check_step
 from rlloss.losses.token_record import exported
 from rlloss.losses.totals import Totals
 
@@ -53,6 +53,7 @@ class LogProbContext(BaseLossContext):
         totals: Totals | None = None,
     ) -> list[Any]:
         """Checks what was set after `build` and returns the contexts: log-probs have no denominator."""
+        check_list("build_batches", loss_ctx_list)
         for index, context in enumerate(loss_ctx_list):
             offsets = None if cu_seq_lens_list is None else [cu_seq_lens_list[index]]
             check_step([context], offsets, sp_mesh, group)

@@ -33,7 +33,7 @@ from rlloss.losses.mixed_parts import (
     world_of,
 )
 from rlloss.losses.seen import Seen
-from rlloss.losses.step_check import check_step
+from rlloss.losses.step_check import check_step, is_list
 from rlloss.losses.terms import LEVELS, Level
 from rlloss.losses.token_record import TokenRecord, joined
 from rlloss.losses.totals import Totals
@@ -197,17 +197,18 @@ class MixedLossContext(BaseLossContext):
             BatchError: The list is empty, totals do not fit the parts or each other, or a part lacks what it needs; on
                 every rank, if on one.
         """
-        if not loss_ctx_list:
+        if not loss_ctx_list or not is_list(loss_ctx_list):
             return BaseLossContext.build_batches(loss_ctx_list, group=group)  # an error on every rank
         contexts: list[Any] = list(loss_ctx_list)
-        world, problem = world_of(totals, contexts[0].parts), None
+        world, problem = None, None
         try:
+            world = world_of(totals, contexts[0].parts)
             check_step(contexts, cu_seq_lens_list, sp_mesh, group)
         except Exception as error:  # whatever it is: the other ranks must not wait for this one
             problem = error
         for name in contexts[0].parts:
             own = [context.parts[name] for context in contexts]
-            given = replace((totals or {}).get(name) or Totals(), world=world)
+            given = Totals() if problem else replace((totals or {}).get(name) or Totals(), world=world)
             calibrate(own, cu_seq_lens_list, sp_mesh, group, given, problem)
         for context in contexts:
             kwargs = context.loss_kwargs

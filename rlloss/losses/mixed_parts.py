@@ -87,7 +87,9 @@ def world_of(totals: Mapping[str, Totals] | None, parts: Mapping[str, Any]) -> i
     Raises:
         BatchError: The totals name no part, or differ in `world`.
     """
-    if totals is not None and not isinstance(totals, Mapping):
+    if totals is not None and not (
+        isinstance(totals, Mapping) and all(isinstance(part, Totals) for part in totals.values())
+    ):
         raise BatchError("totals of a mixed loss belong to its parts: give {part name: Totals(...)}.")
     unknown = set(totals or ()) - set(parts)
     if unknown:

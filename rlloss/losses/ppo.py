@@ -12,6 +12,7 @@ from rlloss.errors import BatchError
 from rlloss.heads import HeadOutput, TokenStats
 from rlloss.heads.joint import evaluate_all
 from rlloss.heads.vocab_parallel import Vocabulary, check_counted
+from rlloss.layout import require_tensor
 from rlloss.losses.grpo import GRPOLossConfig, GRPOLossContext, GRPOLossKwargs
 from rlloss.losses.head_inputs import stats_of_log_probs
 from rlloss.losses.kwargs import TokenTensor, WeightTensor
@@ -185,9 +186,10 @@ class ActorCriticLossContext(PPOLossContext):
             return_tokens: Add `per_token` to the output; see `BaseLossContext.forward`.
         """
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
-        if values is None or tuple(values.shape) != expected:
-            given = "nothing" if values is None else f"shape {tuple(values.shape)}"
-            raise BatchError(f"forward_log_probs got {given} as values, expected {expected}, that of shifted_labels.")
+        require_tensor("values", values, f"{expected}")
+        assert values is not None
+        if tuple(values.shape) != expected:
+            raise BatchError(f"values has shape {tuple(values.shape)}, expected {expected}, that of shifted_labels.")
         stats = stats_of_log_probs(self, log_probs, entropy)
         loss, metrics = evaluate_all(stats, self._objective())
         taken = self.layout.take(values.to(loss.dtype))

@@ -118,7 +118,7 @@ class RolloutImportanceSampling(StrictModel):
         Raises:
             ConfigError: Another mode, or no bound at all.
         """
-        level, _, action = mode.partition("_")
+        level, _, action = str(mode).partition("_")
         if level not in ("token", "sequence") or action not in ("truncate", "mask"):
             raise ConfigError(f"mode={mode!r}: expected token_truncate, token_mask, sequence_truncate, sequence_mask.")
         if clip_min is None and clip_max is None:

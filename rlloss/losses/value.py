@@ -11,7 +11,7 @@ from rlloss.distributed import Group
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.value import value_loss
 from rlloss.heads.vocab_parallel import refuse_vocabulary
-from rlloss.layout import Segments, TokenLayout
+from rlloss.layout import Segments, TokenLayout, require_tensor
 from rlloss.losses.batch import refuse_nan
 from rlloss.losses.config import BaseLossConfig
 from rlloss.losses.context import BaseLossContext
@@ -137,6 +137,10 @@ def predict_values(
     Raises:
         BatchError: A shape does not fit.
     """
+    require_tensor("hidden_states", hidden_states, "[B, T, H]")
+    require_tensor("value_weight", value_weight, "[1, H]")
+    if value_bias is not None:
+        require_tensor("value_bias", value_bias, "[1]")
     width = hidden_states.shape[-1]
     if hidden_states.ndim != 3 or tuple(hidden_states.shape[:2]) != layout.shape:
         raise BatchError(
@@ -194,6 +198,7 @@ class ValueLossContext(BaseLossContext):
 
     def forward_values(self, values: Tensor, *, return_tokens: bool = False) -> LossOutput:
         """Computes the loss from values `[B, T]` that an engine already has."""
+        require_tensor("values", values, "[B, T]")
         expected = tuple(self.loss_kwargs.shifted_labels.shape)
         if tuple(values.shape) != expected:
             raise BatchError(f"values has shape {tuple(values.shape)}, expected {expected}, that of shifted_labels.")

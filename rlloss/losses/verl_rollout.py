@@ -32,7 +32,11 @@ def rejection_rules(options: str | Sequence[str] | None, thresholds: float | str
     """Translates `rollout_rs` and `rollout_rs_threshold`; a rejected token leaves the counts."""
     if options is None:
         return ()
-    names = list(dict.fromkeys(name.strip() for name in (options.split(",") if isinstance(options, str) else options)))
+    if not isinstance(options, (str, Sequence)):
+        raise ConfigError(f"rollout_rs={options!r}: expected a comma list or a list of options.")
+    names = list(
+        dict.fromkeys(str(name).strip() for name in (options.split(",") if isinstance(options, str) else options))
+    )
     if thresholds is None:
         raise ConfigError("rollout_rs needs a rollout_rs_threshold.")
     given = [part.strip() for part in str(thresholds).split(",")]
