@@ -128,3 +128,14 @@ def test_missing_and_unfit_numbers_are_named() -> None:
         DistillLossConfig(kind="k1")
     with pytest.raises(ValueError, match="Did you mean"):
         DistillLossConfig(kind="low_var_k")
+
+
+def test_a_nan_keeps_its_gradient_under_a_lower_bound() -> None:
+    """torch.clamp gives a NaN the gradient 0, which would hide it from whoever looks at gradients only."""
+    log_prob = torch.tensor([[torch.nan, -1.0, -9.0]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[-1.0, -1.0, -1.0]], dtype=torch.float64)
+    loss = forward_kl_topk(log_prob, teacher, log_prob_min=-3.0).sum()
+    loss.backward()
+    assert loss.isnan()
+    assert log_prob.grad is not None
+    assert log_prob.grad[0].tolist() == pytest.approx([-math.exp(-1.0), -math.exp(-1.0), 0.0])

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from rlloss.functional.bounds import bound
+
 
 def forward_kl_topk(log_prob: Tensor, teacher_log_prob: Tensor, log_prob_min: float | None = None) -> Tensor:
     """The part of KL(teacher || policy) that lies in the teacher's K most likely words, token by token.
@@ -22,7 +24,7 @@ def forward_kl_topk(log_prob: Tensor, teacher_log_prob: Tensor, log_prob_min: fl
     """
     teacher = teacher_log_prob.detach().to(log_prob.dtype)
     if log_prob_min is not None:
-        log_prob, teacher = log_prob.clamp(min=log_prob_min), teacher.clamp(min=log_prob_min)
+        log_prob, teacher = bound(log_prob, log_prob_min, torch.inf), teacher.clamp(min=log_prob_min)
     absent = teacher == -torch.inf
     teacher = teacher.masked_fill(absent, 0.0)
     return torch.where(absent, 0.0, teacher.exp() * (teacher - log_prob)).sum(dim=-1)

@@ -188,7 +188,7 @@ class BaseRLLossContext(BaseLossContext):
         """Computes the rollout correction now; `build_batches` takes the result instead of repeating it.
 
         Args:
-            sp_mesh: Sequence-parallel mesh.
+            sp_mesh: XTuner's argument; not looked at, the context knows the mesh that it was built with.
             num_tokens: `[S]`, lengths of packed sequences, where the batch did not hold them.
 
         Returns:

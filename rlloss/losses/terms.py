@@ -31,7 +31,7 @@ class Term:
         name: Its name; `<name>_loss` is its share of the loss in the metrics.
         fn: From stats and flat kwargs to `[N]` or a weighted scalar.
         level: "token" when its numbers depend on their own token only, "step", or "sequence"; see `LEVELS`.
-        mask: Which of the tokens that count it is about: kwargs -> bool in the shape of the labels; None is all.
+        mask: Which of the tokens that count it is about: flat kwargs -> `[N]` bool; None is all.
         reduction: Its denominator.
         coef: Factor; the weights in the kwargs contain it.
         weight_field: Kwargs field that holds its weights; `<name>_loss_weight` by default. Terms on disjoint tokens may
