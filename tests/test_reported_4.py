@@ -254,6 +254,8 @@ def test_a_coefficient_of_kl_never_changes_its_sign() -> None:
     controller = AdaptiveKLController(0.1, target=6.0, horizon=10.0)
     with pytest.raises(ConfigError, match=r"horizon counts samples, not steps: give one above 12\.8"):
         controller.update(0.0, 64)
+    with pytest.raises(ConfigError, match="could make the coefficient 0"):
+        AdaptiveKLController(0.1, target=6.0, horizon=12.8).update(0.0, 64)
     assert controller.value == 0.1
     controller.update(0.0, 49)
     assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 49 / 10))
