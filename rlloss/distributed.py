@@ -4,6 +4,8 @@ Without an initialised process group every function is the identity, so single-p
 A collective never writes into the tensor it was given.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup | None
+NAMED_RANKS = 4
+"""Ranks that a sentence lists; it counts the others."""
 
 
 def is_initialized() -> bool:
@@ -52,6 +56,31 @@ def all_gather_text(text: str, group: Group = None) -> list[str]:
     if len(sentences) > 1:
         dist.all_gather_object(sentences, text, group=group)
     return sentences
+
+
+def differences(facts: Mapping[str, object], group: Group = None) -> list[str]:
+    """Returns a sentence for each fact that is not the same on all ranks; slow, for errors and for the start of a run.
+
+    Args:
+        facts: By name; compared as their `repr` says it. A rank may lack some.
+        group: The ranks, which are called by their global numbers.
+    """
+    told = [json.loads(text) for text in all_gather_text(json.dumps({k: repr(v) for k, v in facts.items()}), group)]
+    ranks = dist.get_process_group_ranks(group) if is_initialized() else [0]
+    found = []
+    for name in dict.fromkeys(name for one in told for name in one):
+        holders: dict[str, list[int]] = {}
+        for number, one in zip(ranks, told, strict=True):
+            holders.setdefault(one.get(name, "nothing"), []).append(number)
+        if len(holders) > 1:
+            values = (f"{value} on {_ranks(numbers)}" for value, numbers in holders.items())
+            found.append(f"{name} is {', '.join(values)}")
+    return found
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    named = " and ".join(f"rank {number}" for number in numbers[:NAMED_RANKS])
+    return named if len(numbers) <= NAMED_RANKS else f"{named} and {len(numbers) - NAMED_RANKS} more"
 
 
 def collective_device(own: torch.device, group: Group = None) -> torch.device:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlloss import CELossConfig, GRPOLossConfig
+from rlloss import CELossConfig, GRPOLossConfig, Totals
 from rlloss.errors import BatchError
 from rlloss.layout import Shard
 from rlloss.losses import agreement
@@ -23,6 +23,7 @@ def rank_of(
     prompts: int | None = None,
     part: tuple[int, int] | None = None,
     problem: Exception | None = None,
+    tokens: float | None = None,
 ) -> torch.Tensor:
     """What a rank says whose micro-batches have so many sequences; `part` is its number and ranks in its sp group."""
     shard = None if part is None else Shard(None, part[0], part[1], 8)
@@ -34,17 +35,19 @@ def rank_of(
         )
         for count in (sequences or ([] if problem else [2]))
     ]
-    return agreement.facts_of(contexts, problem, CPU)
+    loss = agreement.loss_of(contexts, problem, Totals(tokens=tokens))
+    return agreement.facts_of(contexts, problem, loss, CPU)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *ranks: torch.Tensor, reduce_loss: bool = True) -> None:
     monkeypatch.setattr(agreement, "world_size", lambda group: len(ranks))
     monkeypatch.setattr(agreement, "all_gather_text", lambda own, group: [own, "rank 1: x"])
-    agreement.check_facts(torch.stack(ranks).sum(dim=0), None, reduce_loss, None)
+    agreement.check_facts(torch.stack(ranks).sum(dim=0), None, {"reduce_loss": reduce_loss}, None)
 
 
 def test_ranks_that_fit_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, rank_of([3]), rank_of([5]))
+    check(monkeypatch, rank_of([3], tokens=8), rank_of([5], tokens=8.0))
     check(monkeypatch, rank_of([1, 2], prompts=4), rank_of([2, 2], prompts=4))
     check(monkeypatch, *[rank_of([3, 2], part=(number, 2)) for number in (0, 1)])
     halves = [rank_of(counts, part=(number, 2)) for counts in ([3, 2], [7, 1]) for number in (0, 1)]
@@ -59,6 +62,8 @@ def test_ranks_that_fit_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         (({"problem": BatchError("x")}, {}), "rank 1: x"),
         (({}, {"config": GRPOLossConfig()}), "different loss configs"),
         (({}, {"config": CELossConfig(loss_reduction="sample")}), "different loss configs"),
+        (({"tokens": 5}, {"tokens": 6}), "or totals"),
+        (({"tokens": 5}, {}), "or totals"),
         (({"part": (0, 2)}, {}), "1 of 2 ranks split"),
         (({"part": (0, 2), "sequences": [2]}, {"part": (1, 2), "sequences": [3]}), "hold different batches"),
         (({"part": (0, 2), "sequences": [3]}, {"part": (1, 2), "sequences": [2]}), "hold different batches"),
@@ -82,7 +87,7 @@ def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, rank_of([1]))
     problem = BatchError("here")
     with pytest.raises(BatchError) as caught:
-        agreement.check_facts(rank_of(problem=problem), problem, True, None)
+        agreement.check_facts(rank_of(problem=problem), problem, {}, None)
     assert caught.value is problem
 
 

@@ -5,22 +5,26 @@ with the counts and is raised everywhere.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlloss.distributed import Group, all_gather_text, members, rank, world_size
+from rlloss.distributed import Group, all_gather_text, differences, members, rank, world_size
 from rlloss.errors import BatchError
 from rlloss.layout import Shard
+from rlloss.losses.totals import Totals
 
 FACTS = 11
 """Numbers of a rank before its counts: errors; micro-batches, prompts and the mark of its config with their squares;
 and four about shards."""
 
 
-def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.device) -> Tensor:
+def facts_of(
+    contexts: Sequence[Any], problem: Exception | None, loss: Mapping[str, object], device: torch.device
+) -> Tensor:
     """Returns what this rank tells the others, `[FACTS]` float64; sums over ranks are what `check_facts` looks at."""
     shard = contexts[0].loss_kwargs.shard if contexts else None
     count, shape, weight = len(contexts), 0, 0
@@ -28,19 +32,19 @@ def facts_of(contexts: Sequence[Any], problem: Exception | None, device: torch.d
         # Sequences of each micro-batch, which the ranks of one sequence-parallel group must agree on.
         shape = _mark([context.layout.segments.count for context in contexts])
         weight = shard.ranks - 1 if shard.number == 0 else -1
-    prompts, mark = (0, 0) if problem else (num_prompts_of(contexts), _mark_of(contexts[0].loss_cfg))
+    prompts, mark = (0, 0) if problem else (num_prompts_of(contexts), _mark(dict(loss)))
     facts = [problem is not None, count, count**2, prompts, prompts**2, mark, mark**2, shard is not None]
     facts += [shape * weight, shape**2 * weight, count * weight]
     return torch.tensor(facts, device=device, dtype=torch.float64)
 
 
-def check_facts(facts: Tensor, problem: Exception | None, reduce_loss: bool, group: Group) -> None:
+def check_facts(facts: Tensor, problem: Exception | None, loss: Mapping[str, object], group: Group) -> None:
     """Raises on every rank what went wrong on any.
 
     Args:
         facts: The sums over ranks.
         problem: What went wrong on this one.
-        reduce_loss: Whether forward will run a collective for each micro-batch.
+        loss: What `loss_of` says on this one.
         group: The ranks.
 
     Raises:
@@ -51,26 +55,26 @@ def check_facts(facts: Tensor, problem: Exception | None, reduce_loss: bool, gro
         if problem is not None:
             raise problem
         return
-    errors, micro_batches, squares, prompts, prompt_squares, marks, mark_squares, sharded, *differences = facts.tolist()
+    errors, micro_batches, squares, prompts, prompt_squares, marks, mark_squares, sharded, *of_shards = facts.tolist()
     if errors:
         _raise_everywhere(problem, group)
     if marks**2 != mark_squares * ranks:
+        found = differences(loss, group)
         raise BatchError(
-            f"the {ranks} ranks have different loss configs: the class, its terms with their coefficients and "
-            f"reductions, reduce_loss or grad_reduction. Make them alike on every rank; a coefficient that is adapted "
-            f"must be adapted from numbers of the whole step."
+            f"the {ranks} ranks have different loss configs or totals: {'; '.join(found)}. Make them alike on every "
+            f"rank; a coefficient that is adapted, and Totals, must come from numbers of the whole step."
         )
     if sharded not in (0.0, float(ranks)):
         raise BatchError(
             f"{int(sharded)} of {ranks} ranks split their rows over a sequence-parallel mesh, the others do not. Give "
             f"build the same kind of sp_mesh on every rank."
         )
-    if any(differences):
+    if any(of_shards):
         raise BatchError(
             "the ranks of a sequence-parallel group hold different batches: the number of micro-batches or of their "
             "sequences differs. Give build the same whole batch on each of them."
         )
-    if reduce_loss and micro_batches**2 != squares * ranks:
+    if loss["reduce_loss"] and micro_batches**2 != squares * ranks:
         raise BatchError(
             f"the {ranks} ranks have unequal numbers of micro-batches ({int(micro_batches)} in all), so forward's "
             f"collective would hang. Set reduce_loss=False in the loss config, or give every rank the same number "
@@ -98,11 +102,21 @@ def num_prompts_of(contexts: Sequence[Any]) -> int:
     return int(given.pop()) if given else 0
 
 
-def _mark_of(config: Any) -> int:
-    """Returns a number below 2^20 that differs between configs that would count or divide in another way."""
-    terms = [(term.name, term.level, term.reduction, float(term.coef), term.loss_length) for term in config.terms()]
-    said = (type(config).__name__, terms, config.reduce_loss, config.grad_reduction)
-    return _mark(said)
+def loss_of(contexts: Sequence[Any], problem: Exception | None, totals: Totals) -> dict[str, object]:
+    """Returns by name what this rank counts and divides by; ranks that differ in it would each have another loss.
+
+    Nothing is known of the loss where something has gone wrong.
+    """
+    if problem is not None:
+        return {}
+    config = contexts[0].loss_cfg
+    terms = config.terms()
+    names = ("level", "reduction", "loss_length")
+    told = {f"{name} of term {term.name}": getattr(term, name) for term in terms for name in names}
+    coefs = {f"coef of term {term.name}": float(term.coef) for term in terms}
+    given = {f"Totals.{name}": value if value is None else float(value) for name, value in asdict(totals).items()}
+    flags = {"reduce_loss": config.reduce_loss, "grad_reduction": config.grad_reduction}
+    return {"the loss config": type(config).__name__, **told, **coefs, **flags, **given}
 
 
 def _mark(said: Any) -> int:

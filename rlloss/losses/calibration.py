@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlloss.distributed import Group, all_reduce_sum
 from rlloss.errors import BatchError
 from rlloss.layout import TokenLayout, exchange_sizes
-from rlloss.losses.agreement import FACTS, check_facts, facts_of, num_prompts_of
+from rlloss.losses.agreement import FACTS, check_facts, facts_of, loss_of, num_prompts_of
 from rlloss.losses.step_check import MAX_TERMS, check_list, check_step, prompts_of
 from rlloss.losses.terms import Term
 from rlloss.losses.totals import Totals
@@ -71,7 +71,7 @@ def calibrate(
     except Exception as error:  # whatever it is: the other ranks must not wait for this one
         problem = error
     if _several_collectives(contexts):
-        _agree(contexts, problem, group)
+        _agree(contexts, problem, group, totals)
     try:
         parts = [] if problem else _parts(contexts, terms, group)
     except Exception as error:
@@ -92,11 +92,12 @@ def _several_collectives(contexts: list[Any]) -> bool:
     return bool(contexts) and (bool(contexts[0].selects_step) or contexts[0].loss_kwargs.shard is not None)
 
 
-def _agree(contexts: list[Any], problem: Exception | None, group: Group) -> None:
+def _agree(contexts: list[Any], problem: Exception | None, group: Group, totals: Totals) -> None:
     """Raises what went wrong on any rank; a rank without a context takes part with the vector of `_count`."""
-    facts = facts_of(contexts, problem, _device_of(contexts))
+    loss = loss_of(contexts, problem, totals)
+    facts = facts_of(contexts, problem, loss, _device_of(contexts))
     vector = torch.cat([facts, facts.new_zeros(1 + 3 * MAX_TERMS)])
-    check_facts(all_reduce_sum(vector, group)[:FACTS], problem, contexts[0].loss_cfg.reduce_loss, group)
+    check_facts(all_reduce_sum(vector, group)[:FACTS], problem, loss, group)
 
 
 def _device_of(contexts: list[Any]) -> torch.device:
@@ -169,14 +170,15 @@ def _count(
         The counts of each term, and all tokens of the step that count, whichever terms they are in; None where nobody
         knows them.
     """
-    head = facts_of(contexts, problem, _device_of(contexts))
+    loss = loss_of(contexts, problem, totals)
+    head = facts_of(contexts, problem, loss, _device_of(contexts))
     own = 0 if problem else sum(context.layout.num_tokens for context in contexts)
     local = [sum((_counts_of(part[index]) for part in parts), head.new_zeros(3)) for index in range(len(terms))]
     vector = torch.cat([head, head.new_tensor([own]), *local, head.new_zeros(3 * (MAX_TERMS - len(local)))])
     shared = _shared(contexts, terms, totals)
     if shared:
         vector = all_reduce_sum(vector, group)
-        check_facts(vector[:FACTS], problem, not contexts or contexts[0].loss_cfg.reduce_loss, group)
+        check_facts(vector[:FACTS], problem, loss, group)
     elif problem is not None:
         raise problem
     by_prompt = [index for index, term in enumerate(terms) if term.reduction == "prompt"]

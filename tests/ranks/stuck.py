@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from rlloss import (
     Totals,
     metrics,
 )
+from rlloss.errors import BatchError
 from steps import eye, tok
 
 
@@ -112,6 +115,51 @@ OTHER_CONFIGS: dict[str, tuple[Any, Any]] = {
 def other_configs(what: str) -> None:
     """The loss of rank 1 is another one."""
     _calibrated(OTHER_CONFIGS[what][dist.get_rank()])
+
+
+OTHER_TOTALS: dict[str, tuple[Totals | None, Totals | None]] = {
+    "tokens": (Totals(tokens=3), Totals(tokens=6)),
+    "world": (Totals(world=2), Totals(world=4)),
+    "none": (None, Totals(tokens=6)),
+    "prompts": (Totals(prompts=1), Totals(prompts=2)),
+}
+
+
+def other_totals(what: str) -> None:
+    """Rank 1 was given other counts."""
+    _calibrated(GRPOLossConfig(), totals=OTHER_TOTALS[what][dist.get_rank()])
+
+
+def silent_totals(seconds: float, patience: float) -> None:
+    """Rank 1 needs no count and no sum in forward, and goes on; rank 0 counts over a group with little patience."""
+    group = dist.new_group(timeout=timedelta(seconds=patience))
+    config = GRPOLossConfig(reduce_loss=False)
+    context = _calibrated(config, group=group, totals=Totals(tokens=6) if _is_odd() else None)
+    context.forward(tok(-1.0, -1.0, -1.0), eye())
+    time.sleep(seconds)
+
+
+def nothing_and_totals(reduce_loss: bool) -> None:
+    """Rank 1 has an empty list, and every count is given: it cannot know whether the others sum something."""
+    config = GRPOLossConfig(reduce_loss=reduce_loss)
+    contexts = [] if _is_odd() else [config.build(rl_batch())]
+    for context in config.loss_ctx_cls.build_batches(contexts, totals=Totals(tokens=6)):
+        context.forward(tok(-1.0, -1.0, -1.0), eye())
+
+
+def build_in_vain(deferred: bool) -> None:
+    """Rank 1 cannot build its batch; `deferred`: it says so in `build_batches`, as docs/ranks.md tells."""
+    config, problem = GRPOLossConfig(), None
+    try:
+        contexts = [config.build(rl_batch(shifted_labels=None) if _is_odd() else rl_batch())]
+    except BatchError as error:
+        if not deferred:
+            raise
+        contexts, problem = [], error
+    try:
+        config.loss_ctx_cls.build_batches(contexts)
+    except BatchError as error:
+        raise (problem or error) from error
 
 
 def left_out(how: str) -> None:

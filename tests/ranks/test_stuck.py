@@ -74,6 +74,44 @@ def test_ranks_with_different_configs(what: str, ranks: Ranks) -> None:
         assert isinstance(failure, Failure)
         assert failure.kind == "BatchError"
         assert "different loss configs" in failure.message
+        assert re.search(r" is .* on rank 0, .* on rank 1", failure.message), failure.message
+
+
+@pytest.mark.parametrize("what", stuck.OTHER_TOTALS)
+def test_ranks_with_different_totals(what: str, ranks: Ranks) -> None:
+    """Each would divide by its own: all would train on, and on something else."""
+    for failure in ranks.outcomes(stuck.other_totals, what, limit=20):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "BatchError"
+        name = "tokens" if what == "none" else what
+        assert re.search(rf"Totals\.{name} is \S+ on rank 0, \S+ on rank 1", failure.message), failure.message
+
+
+def test_totals_on_some_ranks_where_the_others_say_nothing(ranks: Ranks) -> None:
+    """With `reduce_loss=False` a rank whose counts are given talks to nobody: the other waits as long as its group."""
+    waited, went_on = ranks.outcomes(stuck.silent_totals, 4.0, 1.0, limit=20)
+    assert went_on is None
+    assert waited.kind in ("RuntimeError", "DistBackendError"), waited.trace
+    assert "imed out" in waited.message
+    assert "_count" in waited.trace
+
+
+def test_an_empty_list_where_all_counts_are_given(ranks: Ranks) -> None:
+    """The rank itself fails at once; the others end with it if they sum the value, and wait for nothing if not."""
+    waited, failed = ranks.outcomes(stuck.nothing_and_totals, True, limit=20)
+    assert failed.kind == "BatchError" and "empty list" in failed.message
+    assert waited.kind in ("RuntimeError", "DistBackendError") and "_count" in waited.trace
+    fine, failed = ranks.outcomes(stuck.nothing_and_totals, False, limit=20)
+    assert failed.kind == "BatchError" and "empty list" in failed.message
+    assert fine is None
+
+
+def test_an_error_of_build_can_be_told_in_build_batches(ranks: Ranks) -> None:
+    """docs/ranks.md: a rank that catches it passes an empty list, which is an error everywhere."""
+    other, own = ranks.outcomes(stuck.build_in_vain, True, limit=20)
+    assert other.kind == own.kind == "BatchError"
+    assert "rank 1: build_batches got an empty list" in other.message
+    assert "shifted_labels" in own.message
 
 
 @pytest.mark.parametrize("how", ["mixed", "mixed, empty list", "rollout", "rollout, totals", "selection, totals"])
