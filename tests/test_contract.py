@@ -26,6 +26,7 @@ from rlloss import (
     unregister_policy_loss,
 )
 from rlloss.errors import BatchError, ConfigError, NotCalibratedError, UnknownNameError
+from rlloss.layout import Shard
 from rlloss.metrics import Mean, Sum, merge, reduce
 
 MODES = ["eager", "chunk", "liger"]
@@ -378,6 +379,49 @@ def test_cat_refuses_what_does_not_join():
     batch = LAYOUTS["packed"](STEP.sequences, KEYS)[0]
     with pytest.raises(BatchError, match="different configs"):
         GRPOLossContext.cat([config().build(batch), config(temperature=2.0).build(batch)])
+
+
+def test_cat_joins_the_prompts_of_sequences_in_their_order():
+    """Calibrated anew, the joined row has the weights of its parts: prompts of unequal lengths, each with its own."""
+    loss_cfg, prompts = config(loss_reduction="prompt"), [2, 0, 2, 1]
+    contexts = []
+    for start in (0, 2):
+        batch = LAYOUTS["packed"](STEP.sequences[start : start + 2], KEYS)[0]
+        batch |= {"group_ids": torch.tensor(prompts[start : start + 2]), "num_prompts": 3}
+        contexts.append(loss_cfg.build(batch))
+    contexts = GRPOLossContext.build_batches(contexts)
+    apart = torch.cat([context.loss_kwargs.policy_loss_weight for context in contexts], dim=1)
+    joined = GRPOLossContext.cat(contexts)
+    assert joined.loss_kwargs.group_ids.tolist() == prompts
+    assert torch.equal(GRPOLossContext.build_batches([joined])[0].loss_kwargs.policy_loss_weight, apart)
+    assert apart[apart > 0].unique().numel() == 3
+
+
+def test_cat_of_one_is_a_copy_of_it():
+    """Of several rows as well, which no other could join: they stay rows, and the first stays as it is."""
+    batch, hidden = LAYOUTS["padded"](STEP.sequences, KEYS)
+    (context,) = GRPOLossContext.build_batches([config(loss_reduction="sample").build(batch)])
+    joined = GRPOLossContext.cat([context])
+    assert joined is not context and joined.loss_kwargs.cu_seq_lens is None
+    losses = [one.forward(hidden, STEP.weight, STEP.bias).loss.item() for one in (context, joined)]
+    assert losses[0] == losses[1] != 0.0
+
+
+def test_cat_refuses_nothing_at_all_and_parts_of_rows():
+    """Of contexts, and of their kwargs alone."""
+    batch = LAYOUTS["packed"](STEP.sequences, KEYS)[0]
+    context = config().build(batch)
+    for cls in (GRPOLossContext, type(context.loss_kwargs)):
+        with pytest.raises(BatchError, match=rf"{cls.__name__}\.cat got an empty list"):
+            cls.cat([])
+    without = config().build(batch)
+    without.loss_kwargs.ref_logprobs = None
+    for pair in ([context, without], [without, context]):
+        with pytest.raises(BatchError, match="ref_logprobs is set in some of the chunks only"):
+            GRPOLossContext.cat(pair)
+    context.loss_kwargs.shard = Shard(None, 0, 2, 2 * batch["shifted_labels"].shape[1])
+    with pytest.raises(BatchError, match="split over a sequence-parallel mesh"):
+        GRPOLossContext.cat([without, context])
 
 
 def test_cat_merges_what_calibration_measured():
