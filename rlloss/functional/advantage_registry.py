@@ -7,7 +7,7 @@ An estimator gives `[N]`, one number for each sequence, or `[B, T]`, one for eac
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from rlloss.errors import BatchError, nearest
 from rlloss.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Tensor])
+T = TypeVar("T")
 
 _REGISTRY: Registry[Callable[..., Tensor]] = Registry("advantage estimator")
 
@@ -68,9 +69,27 @@ def compute_advantages(name: str, **given: Any) -> Tensor:
         BatchError: An argument is missing, or the estimator has none of that name.
     """
     fn = get_advantage(name)
-    parameters = inspect.signature(fn).parameters
+    check_arguments(name, given)
+    return fn(**given)
+
+
+def taken_by(name: str, offered: Mapping[str, T]) -> dict[str, T]:
+    """Returns those of the offered arguments that an estimator asks for."""
+    parameters = inspect.signature(get_advantage(name)).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [argument for argument in given if argument not in parameters and not open_ended]
+    return {argument: value for argument, value in offered.items() if argument in parameters or open_ended}
+
+
+def check_arguments(name: str, given: Collection[str]) -> None:
+    """Refuses arguments that an estimator does not have, and too few of those that it needs.
+
+    Raises:
+        UnknownNameError: There is no such estimator.
+        BatchError: An argument is missing, or the estimator has none of that name.
+    """
+    parameters = inspect.signature(get_advantage(name)).parameters
+    known = taken_by(name, dict.fromkeys(given))
+    unknown = [argument for argument in given if argument not in known]
     if unknown:
         raise BatchError(
             f"advantage estimator {name!r} has no argument {unknown[0]!r}.{nearest(unknown[0], parameters)} "
@@ -87,4 +106,3 @@ def compute_advantages(name: str, **given: Any) -> Tensor:
         raise BatchError(
             f"advantage estimator {name!r} needs {', '.join(missing)}; given: {', '.join(given) or 'nothing'}."
         )
-    return fn(**given)

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlloss.errors import ConfigError
+from rlloss.errors import BatchError, ConfigError
+from rlloss.functional.advantage_registry import check_arguments, taken_by
 from rlloss.losses.ce import CELossConfig
 from rlloss.losses.config import StrictModel
 from rlloss.losses.grpo import GRPOLossConfig
@@ -12,6 +13,9 @@ from rlloss.training.config_parts import LoggingConfig as LoggingConfig
 from rlloss.training.config_parts import OptimizerConfig as OptimizerConfig
 from rlloss.training.config_parts import RolloutConfig as RolloutConfig
 from rlloss.training.ppo_config import PPOConfig
+
+OF_RESPONSES = ("rewards", "group_ids", "lengths")
+"""What a rollout gives to an advantage estimator, one number for each response."""
 
 
 class TaskConfig(StrictModel):
@@ -105,8 +109,10 @@ class GRPOConfig(StrictModel):
     """Optimiser steps of one pass."""
     micro_batch_size: int = Field(default=256, ge=1)
     """Sequences of one forward pass."""
-    normalize_std: bool = True
-    """Divide a group's advantages by their standard deviation."""
+    advantage: str = "grpo"
+    """Name of the advantage estimator: one that needs nothing but rewards, groups and lengths, such as `rloo`."""
+    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    """Its options, for instance `{"normalize_std": False}`, which makes `grpo` Dr.GRPO's."""
     negative_scale: float = Field(default=1.0, ge=0.0, le=1.0)
     """Advantages below 0 are multiplied by it: 1 is GRPO as published, 0 learns from the better responses of a group
     alone."""
@@ -116,6 +122,18 @@ class GRPOConfig(StrictModel):
     """The optimiser of this phase; its warm-up counts rollouts."""
     loss: GRPOLossConfig = Field(default_factory=lambda: GRPOLossConfig(policy_loss_cfg={}, mode="chunk"))
     """The loss."""
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> "GRPOConfig":
+        known = taken_by(self.advantage, dict.fromkeys(OF_RESPONSES))
+        taken = [name for name in self.advantage_options if name in OF_RESPONSES]
+        if taken:
+            raise ConfigError(f"GRPOConfig: advantage_options={taken} come from the rollout. Leave them out.")
+        try:
+            check_arguments(self.advantage, [*known, *self.advantage_options])
+        except BatchError as error:
+            raise ConfigError(f"GRPOConfig: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _check_fields(self) -> "GRPOConfig":

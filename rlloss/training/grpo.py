@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rlloss.errors import ConfigError
-from rlloss.functional.advantages import grpo_advantages
+from rlloss.functional.advantage_registry import compute_advantages, taken_by
 from rlloss.losses.grpo import GRPOLossContext
 from rlloss.metrics import Metric, merge, reduce
-from rlloss.training.config import GRPOConfig
+from rlloss.training.config import OF_RESPONSES, GRPOConfig
 from rlloss.training.model import Policy, TokenBatch
 from rlloss.training.phase import Batch, Phase, accumulate, adapted, build_counted, label_logprobs, take_rows
 from rlloss.training.ranks import gather_rows, micro_batches, own_rows
@@ -61,7 +61,10 @@ class GRPOPhase(Phase):
         rollout = sample(self.policy, [self._prompts[place] for place in chosen], seeds, self.config.rollout)
         rewards = self._rewards(rollout, [self.task.train[place] for place in chosen])
         sampled = time.perf_counter()
-        advantages = grpo_advantages(rewards, rollout.group_ids, normalize_std=self.config.normalize_std)
+        lengths = (rollout.labels != IGNORE).sum(-1)
+        given = dict(zip(OF_RESPONSES, (rewards, rollout.group_ids, lengths), strict=True))
+        name, options = self.config.advantage, self.config.advantage_options
+        advantages = compute_advantages(name, **taken_by(name, given), **options)
         advantages = torch.where(advantages < 0, advantages * self.config.negative_scale, advantages)
         metrics = _rollout_metrics(rollout, rewards, self.config.rollout.group_size)
         metrics |= self._optimize(rollout, advantages, index, rewards)

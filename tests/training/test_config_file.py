@@ -25,7 +25,7 @@ def test_overrides_reach_every_level() -> None:
             "task.options.max_terms=3",
             "task.name=basic_arithmetic",
             "grpo.optimizer.betas=(0.8, 0.9)",
-            "grpo.normalize_std=false",
+            "grpo.advantage=dr_grpo",
             "threads=null",
             "model.folder=12",
         ],
@@ -36,7 +36,7 @@ def test_overrides_reach_every_level() -> None:
     assert config.task.options == {"max_terms": 3}
     assert config.task.name == "basic_arithmetic"
     assert config.grpo.optimizer.betas == (0.8, 0.9)
-    assert config.grpo.normalize_std is False
+    assert config.grpo.advantage == "dr_grpo"
     assert config.threads is None
     assert config.model.folder == "12"
 
@@ -65,6 +65,11 @@ def test_overrides_are_validated_together_and_change_nothing_else() -> None:
         ("grpo.loss.policy_loss_cfg.cliprange=0.1", "cliprange_"),
         ("model.heads=5", "hidden=128"),
         ("grpo.loss.temperature=0.7", "rollout.temperature"),
+        ("grpo.advantage=rlo", "Did you mean 'rloo'"),
+        ("grpo.advantage=gae", "needs values, mask"),
+        ("grpo.advantage=reinforce_plus_plus_baseline", "needs mask; given: rewards, group_ids"),
+        ("grpo.advantage_options.normalise_std=false", "Did you mean 'normalize_std'"),
+        ("grpo.advantage_options.group_ids=1", "come from the rollout"),
     ],
 )
 def test_what_does_not_fit_is_refused(assignment: str, sentence: str) -> None:
