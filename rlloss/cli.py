@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def run_train(options: argparse.Namespace) -> int:
     from rlloss.training.ranks import is_main, ranks_of_torchrun
     from rlloss.training.run import Run
 
-    with ranks_of_torchrun(config.device):
+    with ranks_of_torchrun(config.device, config.rank_timeout):
         report = Run(config, output, console if is_main() else None).train(resume=options.resume)
         speaks = is_main()
     if not speaks:
@@ -125,8 +126,16 @@ def output_folder(config: str, output: str | None, resume: bool) -> Path:
 
 def resume_command(options: argparse.Namespace, output: Path) -> str:
     """Returns the command that resumes a run."""
-    parts = ["rlloss", "train", options.config, *(f"--set {assignment}" for assignment in options.set)]
+    parts = [*launcher(), "train", options.config, *(f"--set {assignment}" for assignment in options.set)]
     return " ".join([*parts, "--output", str(output), "--resume"])
+
+
+def launcher() -> list[str]:
+    """Returns the words that start this process again, on as many ranks."""
+    world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world == "1":
+        return ["rlloss"]
+    return ["torchrun", *(["--nproc-per-node", world] if here == world else ["..."]), "-m", "rlloss"]
 
 
 def _numbered(stem: str, number: int) -> Path:

@@ -177,6 +177,9 @@ class TrainConfig(StrictModel):
     """Where the model lies, as torch names it."""
     threads: int | None = Field(default=None, ge=1)
     """Threads of torch; None leaves torch's own choice."""
+    rank_timeout: float = Field(default=600.0, gt=0.0, le=86_400.0)
+    """Seconds that a rank waits for another one that lives but does not come, before the run ends and names it. It must
+    be longer than the longest time that a rank may need alone: a slow reward, a checkpoint, the policy at the end."""
     task: TaskConfig = Field(default_factory=TaskConfig)
     """The task."""
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -7,7 +7,7 @@ equally many for each rank. A run on any number of ranks is the same run, to rou
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -15,31 +15,32 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from rlloss.distributed import all_gather, all_reduce_max, is_initialized, rank, world_size
-from rlloss.errors import RLLossError
+from rlloss.distributed import all_gather, all_reduce_max, differences, is_initialized, rank, world_size
+from rlloss.errors import ConfigError, RLLossError
 from rlloss.training.watch import GO_ON, Watch
-
-TIME_LIMIT = 600.0
-"""Seconds after which a rank that waits for another one gives up; a rank that dies is noticed at once."""
 
 PATIENCE = 20.0
 """Seconds that SIGTERM leaves a rank which is about to end; torchrun kills it after 30."""
+
+NAMED_FACTS = 3
+"""Differences between ranks that an error lists; it counts the others."""
 
 T = TypeVar("T")
 
 
 @contextmanager
-def ranks_of_torchrun(device: str) -> Iterator[None]:
+def ranks_of_torchrun(device: str, time_limit: float) -> Iterator[None]:
     """Joins the ranks that torchrun started; does nothing on one process.
 
     Args:
         device: Where the model lies, as torch names it.
+        time_limit: Seconds that a rank waits for one that lives; one that dies is noticed at once.
 
     Raises:
-        RLLossError: Another rank died, or did not answer in time.
+        RLLossError: Another rank died, failed, or did not come in time.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or is_initialized():
         yield
@@ -47,24 +48,25 @@ def ranks_of_torchrun(device: str) -> Iterator[None]:
     backend = "nccl" if device.startswith("cuda") else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    limit = timedelta(seconds=TIME_LIMIT)
+    limit = timedelta(seconds=time_limit)
     store, own, world = next(rendezvous("env://", timeout=limit))
     before = signal.signal(signal.SIGTERM, _leave_soon)
-    shared = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=shared, rank=own, world_size=world, timeout=limit)
     try:
-        with Watch(store.clone(), own, world) as watch:
+        with Watch(store.clone(), own, world, time_limit) as watch:
+            shared = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=shared, rank=own, world_size=world, timeout=limit)
             try:
                 yield
             except RuntimeError as error:
                 if not is_lost(error):
                     raise
                 raise RLLossError(
-                    f"rank {own} lost another rank: {watch.explain()} ({str(error).splitlines()[0]}). {GO_ON}"
+                    f"rank {own} lost another rank: {watch.explain(error)} ({str(error).splitlines()[0]}). {GO_ON}"
                 ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
-        dist.destroy_process_group()
+        if is_initialized():
+            dist.destroy_process_group()
 
 
 def _leave_soon(number: int, frame: FrameType | None) -> None:
@@ -115,6 +117,39 @@ def micro_batches(rows: Tensor, size: int) -> list[tuple[Tensor, bool]]:
     own = rows.tensor_split(world_size())[rank()]
     blocks = [(block, True) for block in torch.split(own, size) if len(block)]
     return blocks + [(rows[:1], False)] * (-(-largest // size) - len(blocks))
+
+
+def weight_sums(model: nn.Module) -> dict[str, int]:
+    """Returns a number for each tensor of a model that differs where its bits do; nothing on one process.
+
+    It is the sum of its bytes as integers, exact in any order, and costs one read of the weights.
+    """
+    if world_size() == 1:
+        return {}
+    state = model.state_dict()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [value.detach().contiguous().view(kinds[value.element_size()]).sum() for value in state.values()]
+    return {
+        f"sum of the weights {name}": number for name, number in zip(state, torch.stack(sums).tolist(), strict=True)
+    }
+
+
+def check_alike(facts: Mapping[str, object]) -> None:
+    """Compares what the ranks start from, by one gather; does nothing on one process.
+
+    Args:
+        facts: By name: the config, the folder, sums of the weights.
+
+    Raises:
+        ConfigError: Something is not the same everywhere; raised on every rank, with the ranks and their values.
+    """
+    found = differences(facts) if world_size() > 1 else []
+    if found:
+        more = f"; and {len(found) - NAMED_FACTS} more" if len(found) > NAMED_FACTS else ""
+        raise ConfigError(
+            f"the ranks do not start alike: {'; '.join(found[:NAMED_FACTS])}{more}. Start the same command on every "
+            f"rank, with the same config file, the same model folder, and an output folder on a disk that all share."
+        )
 
 
 def on_any_rank(flag: bool) -> bool:

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from rlloss.training.logging import NoLog, RunLog
 from rlloss.training.model import Policy, load_policy
 from rlloss.training.phase import Phase
 from rlloss.training.ppo import PPOPhase
-from rlloss.training.ranks import is_main, on_any_rank
+from rlloss.training.ranks import check_alike, is_main, on_any_rank, weight_sums
 from rlloss.training.rollout import greedy
 from rlloss.training.sharding import distributed_policy
 from rlloss.training.supervised import SupervisedPhase
@@ -29,8 +30,11 @@ from rlloss.training.tasks import FULL_SCORE, Task
 from rlloss.training.trace import Trace
 
 REPORT_FILE = "report.json"
-FREE_TO_CHANGE = ("checkpoint", "evaluation", "device", "logging")
-"""Sections of the config that may differ when a run resumes."""
+FREE_TO_CHANGE = ("checkpoint", "evaluation", "device", "logging", "rank_timeout")
+"""What of the config may differ when a run resumes."""
+
+OF_ONE_RANK = ("device", "threads")
+"""Fields of the config that may differ between ranks."""
 
 
 @dataclass
@@ -68,7 +72,9 @@ class Run:
         self.task = Task(config.task)
         self.report.questions = len(self.task.heldout)
         texts = [text for part in (self.task.train, self.task.heldout) for q in part for text in (q.prompt, q.answer)]
-        self.policy: Policy = distributed_policy(load_policy(config.model, texts, config.device))
+        policy = load_policy(config.model, texts, config.device)
+        self._start = {"questions": zlib.crc32(repr(texts).encode()), **weight_sums(policy.model)}
+        self.policy: Policy = distributed_policy(policy)
 
     def train(self, resume: bool = False) -> Report:
         """Runs every phase that is not done yet.
@@ -83,6 +89,8 @@ class Run:
             ConfigError: `resume` without a checkpoint, or with a config that differs; or a folder in use.
         """
         saved = self._read() if resume else None
+        self._check_alike(resume)
+        self.checkpoints.refuse_earlier()
         if saved is None and self.checkpoints.saved():
             raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
         with (
@@ -99,6 +107,12 @@ class Run:
         return self.report
 
     def _log(self) -> RunLog:
+    def _check_alike(self, resume: bool) -> None:
+        """Compares what every rank starts from: weights that differ would be sharded into one without a word."""
+        config = {f"config.{name}": value for name, value in _flat(self._config()) if name not in OF_ONE_RANK}
+        saved = [path.name for path in self.checkpoints.saved()]
+        check_alike({"--resume": resume, "output": str(self.output), "checkpoints": saved, **config, **self._start})
+
         if not is_main():
             return NoLog()
         log = RunLog(self.output, self.console, self.report.step, self.config.logging)

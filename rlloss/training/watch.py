@@ -1,15 +1,21 @@
-"""Signs of life: which rank died, which one the others wait for, and where it stands."""
+"""Signs of life: which rank died, failed or does not come, which ones waited for it, and where each of them stands."""
 
 import os
 import sys
+import sysconfig
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType, TracebackType
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from rlloss.errors import RLLossError
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -17,9 +23,36 @@ SILENT = 4.0
 """Seconds after which a rank that gave none is said to be silent."""
 GIVE_UP = 45.0
 """Seconds after which the others end because of it, where no collective has told them earlier."""
+LONGEST = 300
+"""Characters of an error that a rank tells the others."""
 
 GO_ON = "Nothing is lost up to the last checkpoint: start the same command again with --resume, on any number of ranks."
 _TORCH = str(Path(torch.__file__).parent)
+_STORING = f"{_TORCH}/distributed/checkpoint/"
+_PYTHON = sysconfig.get_path("stdlib")
+
+State = Literal["works", "waits", "gave up", "failed", "ended"]
+Frames = Iterable[tuple[FrameType, int]]
+
+
+class _Sign(NamedTuple):
+    """What a rank said last, and when this one heard it."""
+
+    text: bytes
+    heard: float
+
+    @property
+    def state(self) -> State:
+        return self.text.decode().split("|")[1]  # type: ignore[return-value]
+
+    @property
+    def place(self) -> str:
+        """Where it stands, or its error."""
+        return self.text.decode().split("|", 2)[2]
+
+    def silent(self, seconds: float) -> bool:
+        """Whether it has said nothing for so long without having said why."""
+        return self.state in ("works", "waits") and time.monotonic() - self.heard > seconds
 
 
 class Watch:
@@ -32,21 +65,24 @@ class Watch:
         store: The store of the ranks; it must answer while the ranks compute.
         rank: This rank.
         world: Number of ranks.
+        limit: Seconds in which every rank must have started.
     """
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(self, store: Store, rank: int, world: int, limit: float) -> None:
         self._store = store
         self._rank = rank
+        self._limit = limit
         self._others = [other for other in range(world) if other != rank]
         self._main = threading.get_ident()
         self._over = threading.Event()
-        self._heard = dict.fromkeys(self._others, (b"", time.monotonic()))
+        self._heard = dict.fromkeys(self._others, _Sign(b"0|works|", time.monotonic()))
         self._beats = 0
+        self._last: tuple[State, str] | None = None  # what this rank goes on saying, once it will not come back
 
     def __enter__(self) -> "Watch":
         self._say()
         for other in self._others:
-            self._store.wait([self._key(other)], timedelta(minutes=10))
+            self._wait_for_start(other)
         self._listen()
         self._thread = threading.Thread(target=self._keep_watch, daemon=True)
         self._thread.start()
@@ -57,13 +93,42 @@ class Watch:
     ) -> None:
         self._over.set()
         self._thread.join(2 * BEAT)
+        if self._last is None:
+            said = " ".join(str(error).split())[:LONGEST]
+            self._last = ("ended", "") if error is None else ("failed", f"{type(error).__name__}: {said}")
+        try:
+            self._say()
+        except RuntimeError:  # the store is gone, and nobody is left to be told
+            return
 
-    def explain(self) -> str:
-        """Waits until a rank is silent, for a few seconds, and tells who it is, or where every other one stands."""
+    def explain(self, error: BaseException) -> str:
+        """Finds out, in a few seconds, for whom this rank has waited in vain.
+
+        Args:
+            error: What a collective raised.
+        """
+        place = _place(reversed(list(walk_tb(error.__traceback__))))[1]
+        self._last = ("gave up", place)
+        absent = [other for other, sign in self._heard.items() if sign.state == "works"]
         deadline = time.monotonic() + SILENT + 3 * BEAT
-        while not (silent := self._silent(SILENT)) and time.monotonic() < deadline:
+        time.sleep(2 * BEAT)  # until the others have said how they fare
+        while not (known := self._failed() or self._silent(SILENT)) and time.monotonic() < deadline:
             time.sleep(BEAT / 4)
-        return "; ".join(self._describe(other) for other in silent or self._others)
+        missing = known or absent
+        waited = [other for other, sign in self._heard.items() if sign.state in ("waits", "gave up")]
+        waited = sorted({self._rank, *waited} - set(missing))
+        others = missing or [other for other in self._others if other not in waited] or self._others
+        return f"{'; '.join(self._describe(other) for other in others)}; {_listed(waited)} waited, in {place}"
+
+    def _wait_for_start(self, other: int) -> None:
+        try:
+            self._store.wait([_key(other)], timedelta(seconds=self._limit))
+        except RuntimeError as error:
+            missing = [rank for rank in self._others if not self._store.check([_key(rank)])]
+            raise RLLossError(
+                f"{_listed(missing or [other])} did not start within {self._limit:.0f} s; rank {self._rank} waited. "
+                f"Start every rank of the job, or raise rank_timeout."
+            ) from error
 
     def _keep_watch(self) -> None:
         while not self._over.wait(BEAT):
@@ -88,38 +153,66 @@ class Watch:
 
     def _say(self) -> None:
         self._beats += 1
-        self._store.set(self._key(self._rank), f"{self._beats} {self._place()}")
+        state, place = self._last or self._state()
+        self._store.set(_key(self._rank), f"{self._beats}|{state}|{place}")
 
     def _listen(self) -> None:
-        found = self._store.multi_get([self._key(other) for other in self._others])
+        found = self._store.multi_get([_key(other) for other in self._others])
         for other, text in zip(self._others, found, strict=True):
-            if text != self._heard[other][0]:
-                self._heard[other] = (text, time.monotonic())
+            if text != self._heard[other].text:
+                self._heard[other] = _Sign(text, time.monotonic())
 
     def _silent(self, seconds: float) -> list[int]:
-        now = time.monotonic()
-        return [other for other, (_, heard) in self._heard.items() if now - heard > seconds]
+        return [other for other, sign in self._heard.items() if sign.silent(seconds)]
+
+    def _failed(self) -> list[int]:
+        return [other for other, sign in self._heard.items() if sign.state == "failed"]
 
     def _describe(self, other: int) -> str:
-        text, heard = self._heard[other]
-        place = text.decode().partition(" ")[2]
-        seconds = time.monotonic() - heard
-        if seconds > SILENT:
-            return f"rank {other} has given no sign of life for {seconds:.0f} s and was last seen in {place}"
-        return f"rank {other} is alive, in {place}"
+        sign = self._heard[other]
+        if sign.silent(SILENT):
+            seconds = time.monotonic() - sign.heard
+            return f"rank {other} has given no sign of life for {seconds:.0f} s and was last seen in {sign.place}"
+        match sign.state:
+            case "failed":
+                return f"rank {other} failed with {sign.place}"
+            case "gave up":
+                return f"rank {other} gave up in {sign.place}"
+            case "ended":
+                return f"rank {other} has ended"
+            case state:
+                return f"rank {other} is alive and {state}, in {sign.place}"
 
-    def _place(self) -> str:
-        """Returns the innermost line of the main thread that is neither torch's nor a collective of ours."""
+    def _state(self) -> tuple[State, str]:
         frame = sys._current_frames().get(self._main)
-        while frame is not None and frame.f_back is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith(_TORCH) and not name.endswith("rlloss/distributed.py"):
-                break
-            frame = frame.f_back
-        if frame is None:
-            return "no line"
-        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        waits, place = _place(walk_stack(frame) if frame is not None else ())
+        return ("waits" if waits else "works"), place
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"rlloss/alive/{rank}"
+
+def _place(frames: Frames) -> tuple[bool, str]:
+    """Finds the innermost line that is neither torch's nor python's nor a collective of ours.
+
+    Args:
+        frames: Of one thread, the innermost first.
+
+    Returns:
+        Whether a collective is running below it, and the line.
+    """
+    waits = False
+    for frame, line in frames:
+        name = frame.f_code.co_filename
+        if name.endswith("rlloss/distributed.py"):
+            waits = True
+        elif name.startswith(f"{_TORCH}/distributed/"):
+            waits = waits or not name.startswith(_STORING)
+        elif not name.startswith(_TORCH) and ("site-packages" in name or not name.startswith(_PYTHON)):
+            return waits, f"{frame.f_code.co_name} ({Path(name).name}:{line})"
+    return waits, "no line"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _key(rank: int) -> str:
+    return f"rlloss/alive/{rank}"

@@ -109,11 +109,39 @@ def test_tied_embeddings_and_a_reference_policy(tmp_path: Path, ranks: Ranks) ->
     assert_close(resumed, alone, 1e-5)
 
 
+UNLIKE = {
+    "seed": r"config\.seed is 7 on rank 0, 8 on rank 1",
+    "learning rate": r"config\.grpo\.optimizer\.lr is 0\.01 on rank 0, 0\.5 on rank 1\.",
+    "resume": r"--resume is False on rank 0, True on rank 1\.",
+    "folder": r"output is '\S+/0' on rank 0, '\S+/1' on rank 1\.",
+    "questions": r"config\.task\.data_seed is 1 on rank 0, 2 on rank 1; questions is \d+ on rank 0",
+    "weights": r"alike: sum of the weights model\.layers\.0\.mlp\.up_proj\.weight is \S+ on rank 0, \S+ on rank 1\.",
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_do_not_start_alike(what: str, tmp_path: Path, ranks: Ranks) -> None:
+    """Each of them would train on: weights of two models sharded into one."""
+    for failure in ranks.outcomes(training_runs.train_unlike, str(tmp_path), what, limit=30):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ConfigError", failure.trace
+        assert re.search(UNLIKE[what], failure.message), failure.message
+
+
 def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, ranks: Ranks) -> None:
     for said, total in ranks.run(training_runs.full_disk, str(tmp_path), limit=30):
         assert re.search(r"step 2 cannot be written(.|\n)*rank 1: (.|\n)*File too large(.|\n)*--resume", said), said
         assert total == 4.0
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+def test_a_changed_bit_in_the_file_of_any_rank_is_found_by_all(tmp_path: Path, ranks: Ranks, name: str) -> None:
+    """Each rank sums the files that it has written, and checks its share of all: also one that reads alone."""
+    for said in ranks.run(training_runs.damaged_disk, str(tmp_path), name, True, limit=30):
+        assert re.search(rf"rank \d: {re.escape(name)} is not as it was written", said), said
+    (alone,) = ranks.run(training_runs.damaged_disk, str(tmp_path), name, False, world=1, limit=30)
+    assert f"{name} is not as it was written" in alone
 
 
 @pytest.mark.parametrize("backbone", ["own", "shared"])

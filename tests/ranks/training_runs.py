@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlloss.errors import RLLossError
 from rlloss.training import checkpoint, logging
+from rlloss.training import run as run_module
 from rlloss.training.config import GRPOConfig, OptimizerConfig, RolloutConfig
 from rlloss.training.phase import Phase
 from rlloss.training.ppo_config import CriticConfig, EvaluatorConfig, KLConfig, PPOConfig
@@ -121,6 +122,56 @@ def train_until(folder: str, steps: int, rank: int, place: tuple[str, int]) -> N
     Phase.apply_gradients = stepping  # type: ignore[method-assign]
     checkpoint._Writer = Writer  # type: ignore[misc]
     train(folder, steps)
+
+
+def train_unlike(folder: str, what: str) -> None:
+    """Trains where rank 1 starts from something else."""
+    odd = dist.get_rank() == 1
+    config, resume, original = config_of(1), False, run_module.load_policy
+
+    def changed(*args: Any) -> Any:
+        policy = original(*args)
+        with torch.no_grad():
+            policy.model.state_dict()["model.layers.0.mlp.up_proj.weight"][1, 2] += 1e-7
+        return policy
+
+    if what == "seed":
+        config = config.model_copy(update={"seed": 7 + odd})
+    elif what == "learning rate" and odd:
+        optimizer = config.grpo.optimizer.model_copy(update={"lr": 0.5})
+        config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"optimizer": optimizer})})
+    elif what == "resume":
+        resume = odd
+    elif what == "folder":
+        folder = f"{folder}/{dist.get_rank()}"
+    elif what == "questions" and odd:
+        config = config.model_copy(update={"task": config.task.model_copy(update={"data_seed": 2})})
+    elif what == "weights" and odd:
+        run_module.load_policy = changed
+    try:
+        Run(config, Path(folder)).train(resume)
+    finally:
+        run_module.load_policy = original
+
+
+def damaged_disk(folder: str, name: str, writes: bool) -> str:
+    """Reads a tensor that was sharded over the ranks that wrote it, once a bit of a file has changed; what was said."""
+    checkpoints = checkpoint.Checkpoints(Path(folder), keep=1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = distribute_tensor(torch.arange(8000.0), mesh, [Shard(0)])
+    if writes:
+        checkpoints.save(1, {"value": value}, {})
+        if dist.get_rank() == 0:
+            path = checkpoints.saved()[-1] / name
+            data = bytearray(path.read_bytes())
+            data[-9] ^= 1
+            path.write_bytes(data)
+        dist.barrier()
+    try:
+        checkpoints.load({"value": value})
+    except RLLossError as error:
+        return str(error)
+    return ""
 
 
 def full_disk(folder: str) -> tuple[str, float]:
