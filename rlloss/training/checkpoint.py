@@ -24,8 +24,12 @@ from rlloss.training.ranks import is_lost, is_main, share
 
 FACTS_FILE = "run.json"
 """Written last: a folder with it is whole."""
+EARLIER_FILE = "state.pt"
+"""What checkpoints consisted of before all ranks wrote them; no version since then reads it."""
 SUMS = "sums_"
 """Start of the files that hold the checksums of the others: torch reads a changed byte as another number."""
+BLOCK = 1 << 24
+"""Bytes of a file that are in memory at a time while its checksum is made."""
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 
@@ -50,6 +54,19 @@ class Checkpoints:
         found = [path for path in self.folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
         whole = [path for path in found if (path / FACTS_FILE).is_file()]
         return sorted(whole, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+    def refuse_earlier(self) -> None:
+        """Refuses a folder with checkpoints of an earlier version: they would pass for none.
+
+        Raises:
+            ConfigError: There are some.
+        """
+        earlier = sorted(path.parent.name for path in self.folder.glob(f"{_PREFIX}*/{EARLIER_FILE}"))
+        if earlier:
+            raise ConfigError(
+                f"{self.folder} holds checkpoints of an earlier version ({EARLIER_FILE} in {earlier[-1]}), which this "
+                f"one cannot read. Finish that run with the version that wrote it, or choose another --output."
+            )
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Writes one checkpoint, then removes what is older than the newest `keep`; every rank must come here.
@@ -190,7 +207,7 @@ def _check_sums(files: Sequence[Path]) -> None:
 def _sum(path: Path) -> int:
     found = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 24):
+        while block := file.read(BLOCK):
             found = zlib.crc32(block, found)
     return found
 

@@ -26,12 +26,12 @@ class TensorBoardLogger:
     Args:
         folder: Folder of the run.
         config: Not read.
-        done: Steps that are done already: later events of an interrupted run are hidden.
+        done: Steps that are done already: later events of an interrupted run are hidden; at 0 all of them.
     """
 
     def __init__(self, folder: Path, config: LoggingConfig, done: int = 0) -> None:
         writer = require("torch.utils.tensorboard").SummaryWriter
-        self._events = writer(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        self._events = writer(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one scalar for each number."""

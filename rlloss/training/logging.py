@@ -41,7 +41,7 @@ class RunLog:
     Args:
         folder: Folder of the run.
         console: A console of rich; a quiet one shows nothing.
-        done: Steps that are done already: later lines of an interrupted run are removed.
+        done: Steps that are done already: later lines of an interrupted run are removed; at 0 all of them.
         config: Loggers; None has none.
     """
 
@@ -94,9 +94,11 @@ class RunLog:
         self._file.flush()
         for logger in self._loggers:
             logger.log(step, {f"{phase}/{name}": value for name, value in metrics.items()})
+        shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
         if self._progress is not None:
-            shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN if name in metrics)
             self._progress.update(self._bar, advance=int(advance), shown=shown)
+        if "heldout_exact" in metrics and not self.console.is_terminal:
+            self.say(f"{phase}, step {step}: {shown}")  # a file of output shows no bar before the phase ends
 
     def write_trace(self, step: int, phase: str, trace: Trace | None) -> None:
         """Writes what a step left behind beyond its metrics; every rank calls it, counts are added up over them."""
@@ -206,9 +208,9 @@ def _draw(axes: Any, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _keep_lines(path: Path, done: int) -> None:
-    """Removes the lines of steps that will be made again."""
+    """Removes the lines of steps that will be made again; at 0 those from before the first step as well."""
     if path.exists():
-        kept = [text for text, line in _written(path) if line["step"] <= done]
+        kept = [text for text, line in _written(path) if done and line["step"] <= done]
         partial = path.with_name(f".partial-{path.name}")
         partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(partial, path)  # a kill or a full disk meanwhile leaves the lines as they were

@@ -86,11 +86,12 @@ class Run:
             The report; `finished` is False when Ctrl-C stopped the run, which then saved a checkpoint.
 
         Raises:
-            ConfigError: `resume` without a checkpoint, or with a config that differs; or a folder in use.
+            ConfigError: `resume` without a checkpoint, or with a config that differs; a folder in use, or one of an
+                earlier version; ranks that do not start alike.
         """
-        saved = self._read() if resume else None
         self._check_alike(resume)
         self.checkpoints.refuse_earlier()
+        saved = self._read() if resume else None
         if saved is None and self.checkpoints.saved():
             raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
         with (
@@ -106,13 +107,13 @@ class Run:
                     policy.save(self.output / "policy")
         return self.report
 
-    def _log(self) -> RunLog:
     def _check_alike(self, resume: bool) -> None:
         """Compares what every rank starts from: weights that differ would be sharded into one without a word."""
         config = {f"config.{name}": value for name, value in _flat(self._config()) if name not in OF_ONE_RANK}
         saved = [path.name for path in self.checkpoints.saved()]
         check_alike({"--resume": resume, "output": str(self.output), "checkpoints": saved, **config, **self._start})
 
+    def _log(self) -> RunLog:
         if not is_main():
             return NoLog()
         log = RunLog(self.output, self.console, self.report.step, self.config.logging)

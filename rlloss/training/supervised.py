@@ -1,6 +1,7 @@
 """Supervised warm start: cross-entropy on prompts with their right answers."""
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class SupervisedPhase(Phase):
 
     def step(self, index: int) -> dict[str, float]:
         """Makes one optimiser step on a batch of questions."""
+        started = time.perf_counter()
         chosen = random.Random(f"supervised {self._seed} {index}").choices(self._pairs, k=self.config.batch_size)
         tokens, labels = supervised_batch(self.policy, chosen)
         micro = micro_batches(torch.arange(len(chosen), device=labels.device), self.config.micro_batch_size)
@@ -51,7 +53,8 @@ class SupervisedPhase(Phase):
         contexts = CELossContext.build_batches(contexts)
         metrics = reduce(accumulate(self.policy.network, contexts, [tokens.rows(part) for part, _ in micro]))
         self._recent = [*self._recent, metrics["loss"]][-RECENT_STEPS:]
-        return {**metrics, **self.apply_gradients(index)}
+        metrics |= self.apply_gradients(index)
+        return {**metrics, "seconds_update": time.perf_counter() - started}
 
     def enough(self) -> bool:
         """Tells whether the mean loss of the last steps is below `target_loss`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from rlloss.errors import BatchError, ConfigError, RLLossError
 from rlloss.functional.advantages import grpo_advantages
+from rlloss.training import checkpoint
 from rlloss.training.checkpoint import Checkpoints, random_states, restore_random_states
 from rlloss.training.config import OptimizerConfig, RolloutConfig, TaskConfig
 from rlloss.training.model import Policy, load_policy
@@ -257,6 +260,23 @@ def test_a_checkpoint_that_the_disk_has_changed_is_named(tmp_path: Path, name: s
     with pytest.raises(RLLossError, match=r"step_00000001 cannot be read(.|\n)*Remove that folder"):
         checkpoints.facts()
         checkpoints.load({"value": torch.zeros(4000)})
+
+
+def test_a_checksum_is_that_of_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "BLOCK", 1000)
+    data, path = bytes(range(250)) * 10, tmp_path / "file"
+    path.write_bytes(data)
+    assert checkpoint._sum(path) == zlib.crc32(data)
+    for place in (0, 999, 1000, 2499):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        assert checkpoint._sum(path) != zlib.crc32(data)
+
+
+def test_every_file_of_a_checkpoint_has_a_checksum(tmp_path: Path) -> None:
+    Checkpoints(tmp_path, keep=1).save(1, {"value": torch.ones(3)}, {})
+    folder = tmp_path / "step_00000001"
+    sums = [name for path in folder.glob("sums_*") for name in json.loads(path.read_text())]
+    assert sorted(sums) == sorted(path.name for path in folder.iterdir() if not path.name.startswith("sums_"))
 
 
 def test_loading_from_nothing_is_a_named_error(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import signal
@@ -12,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlloss.cli import main
+from rlloss import compute_advantages
+from rlloss.cli import main, resume_command
 from rlloss.config_file import load_config
 from rlloss.errors import ConfigError
-from rlloss.training.config import CheckpointConfig, TrainConfig
+from rlloss.training.config import CheckpointConfig, EvaluationConfig, SupervisedConfig, TrainConfig
 from rlloss.training.logging import read_metrics
 from rlloss.training.phase import Phase
 from rlloss.training.run import Run
@@ -119,6 +122,26 @@ def test_the_command_says_how_to_resume(
     assert json.loads((tmp_path / "run" / "report.json").read_text())["finished"]
 
 
+@pytest.mark.parametrize(
+    ("world", "here", "words"),
+    [
+        (None, None, "rlloss train"),
+        ("2", "2", "torchrun --nproc-per-node 2 -m rlloss train"),
+        ("16", "8", "torchrun ... -m rlloss train"),
+    ],
+)
+def test_a_run_on_several_ranks_resumes_on_several(
+    world: str | None, here: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    options = argparse.Namespace(config="c.py", set=["seed=3"])
+    assert resume_command(options, Path("runs/c")) == f"{words} c.py --set seed=3 --output runs/c --resume"
+
+
 def test_first_ratio_is_one_and_generation_saw_the_same(straight: Run) -> None:
     lines = [line for line in read_metrics(straight.output) if "ratio_dev_first_update" in line]
     assert lines
@@ -141,6 +164,55 @@ def test_a_run_leaves_its_files(straight: Run) -> None:
 def test_a_folder_in_use_is_not_overwritten(straight: Run) -> None:
     with pytest.raises(ConfigError, match="--resume"):
         Run(tiny_config(), straight.output).train()
+
+
+def test_a_folder_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    """Its checkpoints would pass for none: the run would start over, and its lines be removed."""
+    old = tmp_path / "checkpoints" / "step_00000050"
+    old.mkdir(parents=True)
+    (old / "state.pt").write_bytes(b"")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 50, "phase": "grpo"}\n')
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"earlier version \(state\.pt in step_00000050\)(.|\n)*--output"):
+            Run(tiny_config(), tmp_path).train(resume=resume)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [50]
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Run
+) -> None:
+    """Nothing of it stays: neither the line of the start, nor events, nor the edges of the histograms."""
+    with monkeypatch.context() as patch:
+        kill_at(patch, ("supervised", 1), die)
+        with pytest.raises(Killed):
+            Run(tiny_config(), tmp_path).train()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+    assert Run(tiny_config(), tmp_path).train().finished
+    assert without_times(tmp_path) == without_times(straight.output)
+    for name in ("histograms.jsonl", "samples.jsonl"):
+        assert (tmp_path / name).read_text() == (straight.output / name).read_text()
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("start/heldout_exact")] == [0]
+    assert [event.step for event in events.Scalars("supervised/loss")] == [1, 2, 3]
+
+
+def test_a_file_of_output_is_told_of_every_evaluation(tmp_path: Path) -> None:
+    """A bar shows itself in a terminal; elsewhere nothing would be seen before a phase ends."""
+    consoles = pytest.importorskip("rich.console")
+    said = io.StringIO()
+    config = tiny_config(evaluation=EvaluationConfig(every=2), supervised=SupervisedConfig(steps=0))
+    Run(config, tmp_path, consoles.Console(file=said, width=100)).train()
+    lines = [line for line in said.getvalue().splitlines() if ", step " in line]
+    assert [line.partition(":")[0] for line in lines] == ["start, step 0", "grpo, step 2", "grpo, step 3"]
+    assert all("heldout_exact " in line for line in lines)
+
+
+def test_every_step_says_how_long_it_took(straight: Run) -> None:
+    lines = {line["step"]: line for line in read_metrics(straight.output)}
+    assert all(lines[step]["seconds_update"] > 0 for step in range(1, 7))
+    assert [step for step in lines if "seconds_rollout" in lines[step]] == [4, 5, 6]
 
 
 def test_resuming_needs_a_checkpoint_and_the_same_config(tmp_path: Path, straight: Run) -> None:
@@ -213,6 +285,28 @@ def _tiny_file(folder: Path) -> Path:
     path = folder / "tiny_config.py"
     path.write_text("from training.helpers import tiny_config\nconfig = tiny_config()\n")
     return path
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("grpo", {}), ("grpo", {"normalize_std": False}), ("rloo", {}), ("opo", {}), ("passk_analytic", {"k": 2})],
+)
+def test_advantages_by_name(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    """The phase gives an estimator what it asks for, lengths among it, and takes its options."""
+    config = tiny_config()
+    grpo = config.grpo.model_copy(update={"advantage": name, "advantage_options": options, "updates_per_epoch": 1})
+    phase = Run(config.model_copy(update={"grpo": grpo}), tmp_path)._grpo()
+    rewards, seen = torch.arange(24.0) % 5 % 3, []
+    original = phase._batch
+    phase._batch = lambda *arguments: seen.append((arguments, original(*arguments))) or seen[-1][1]
+    phase._rewards = lambda *arguments: rewards
+    phase.step(0)
+    (((rollout, *_), batch),) = seen
+    lengths = [sum(label != -100 for label in row) for row in rollout.labels.tolist()]
+    groups = torch.arange(24) // 4
+    given = {"rewards": rewards, "group_ids": groups} | ({"lengths": torch.tensor(lengths)} if name == "opo" else {})
+    assert torch.equal(batch["advantages"], compute_advantages(name, **given, **options))
+    assert batch["advantages"].unique().numel() > 2
 
 
 def test_better_responses_alone(tmp_path: Path) -> None:
