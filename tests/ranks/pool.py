@@ -180,6 +180,7 @@ def process_group(rank: int, world: int, store: str, limit: float) -> Iterator[N
         timeout=timedelta(seconds=limit + 10),
     )
     try:
+        dist.barrier()  # or a rank that fails at once is gone before the others are connected
         yield
     finally:
         dist.destroy_process_group()
