@@ -18,6 +18,7 @@ from golden_steps import WAYS, run_log_probs
 from oracles_policy import Tokens
 from rlloss import GRPOLossConfig, kl_penalty
 from rlloss.errors import BatchError, ConfigError, UnknownNameError
+from rlloss.functional.kl import KL_KINDS, ignores_reference
 from rlloss.functional.opd import iw_opd_weights
 from rlloss.functional.policy import bounded_ratio, clipped_surrogate, geometric_surrogate, log_ratio_of
 from rlloss.functional.policy_quadratic import quadratic_loss
@@ -274,3 +275,17 @@ def test_an_advantage_of_zero_takes_the_factor_of_the_positive_ones() -> None:
     log_ratio = torch.tensor([math.log(2.0)], dtype=torch.float64)
     factor = gamma_factor(log_ratio, torch.zeros(1), Segments(torch.tensor([0]), 1), (2.0, 3.0), (1.0, 5.0))
     assert float(factor) == pytest.approx(4.0 * math.exp(-3.0), rel=1e-14)
+
+
+def test_the_gradient_of_plain_k1_alone_ignores_the_reference() -> None:
+    """Of `d = log_prob - ref` it is 1 whatever d is; straight-through k1 has that of k2, which is d."""
+    kinds = [name + plus for name in KL_KINDS for plus in ("", "+")]
+    assert {kind for kind in kinds if ignores_reference(kind)} == {"k1", "kl"}
+    for kind in kinds:
+        slopes = []
+        for ref in (-1.5, -2.25):
+            log_prob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+            kl_penalty(log_prob, torch.tensor([ref]), kind).backward()
+            slopes.append(log_prob.grad)
+        # |d| has one slope on one side of 0, and another on the other.
+        assert torch.equal(*slopes) == (ignores_reference(kind) or kind == "abs"), kind
