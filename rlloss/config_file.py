@@ -82,7 +82,7 @@ def _module_variables(path: Path) -> dict[str, Any]:
         spec.loader.exec_module(module)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a file that exits would end the command without a word
         raise ConfigError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     return vars(module)
 

@@ -275,3 +275,33 @@ def test_a_picture_that_cannot_be_written(
     error = capsys.readouterr().err
     assert error.startswith("rlloss: --out: ")
     assert reason.lower() in error.lower()
+
+
+TINY = ["task.pool=60", "task.heldout=2", "supervised.steps=0", "grpo.steps=0", "model.hidden=16", "model.heads=1"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "output", "reason"),
+    [
+        ("device=foo", "run", "TrainConfig: device='foo' cannot be used"),
+        ("device=cuda:77", "run", "TrainConfig: device='cuda:77' cannot be used"),
+        ("grpo.optimizer.betas=(0.9,2)", "run", "OptimizerConfig: betas.1=2: Input should be less than 1"),
+        ("seed=1", "file/run", "--output: "),
+    ],
+)
+def test_a_run_that_cannot_begin(
+    assignment: str, output: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of torch and of the system that came as tracebacks."""
+    pytest.importorskip("reasoning_gym")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "config.py").write_text("from rlloss.training.config import TrainConfig\nconfig = TrainConfig()\n")
+    settings = [word for text in (*TINY, "model.kv_heads=1", assignment) for word in ("--set", text)]
+    assert main(["train", str(tmp_path / "config.py"), *settings, "--output", str(tmp_path / output)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_config_file_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.py").write_text("import sys\nsys.exit(0)\n")
+    assert main(["show", str(tmp_path / "config.py")]) == 2
+    assert "config.py cannot be run: SystemExit: 0" in capsys.readouterr().err

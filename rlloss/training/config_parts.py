@@ -1,10 +1,12 @@
 """Parts of a run's config that several phases share."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlloss.losses.config import StrictModel
+
+Average = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerConfig(StrictModel):
@@ -16,7 +18,7 @@ class OptimizerConfig(StrictModel):
     """Steps in which the learning rate rises."""
     final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Learning rate of the last step, as a fraction of the peak; 1 keeps it constant."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Average, Average] = (0.9, 0.95)
     """AdamW's averaging factors."""
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Decay of the matrices; vectors (norms, biases) have none."""

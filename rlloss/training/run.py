@@ -68,6 +68,7 @@ class Run:
         self.console = console or require("rich.console").Console(quiet=True)
         self.checkpoints = Checkpoints(output / "checkpoints", config.checkpoint.keep)
         self.report = Report(str(output))
+        _check_device(config.device)
         _seed_everything(config)
         self.task = Task(config.task)
         self.report.questions = len(self.task.heldout)
@@ -86,11 +87,17 @@ class Run:
             The report; `finished` is False when Ctrl-C stopped the run, which then saved a checkpoint.
 
         Raises:
-            ConfigError: `resume` without a checkpoint, or with a config that differs; a folder in use, or one of an
-                earlier version; ranks that do not start alike.
+            ConfigError: `resume` without a checkpoint, or with a config that differs; a folder in use, one of an
+                earlier version, or none that can be made; ranks that do not start alike.
         """
         self._check_alike(resume)
         self.checkpoints.refuse_earlier()
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--output: {self.output} cannot be made: {error.strerror}. Give another folder."
+            ) from error
         saved = self._read() if resume else None
         if saved is None and self.checkpoints.saved():
             raise ConfigError(f"{self.output} already holds a run. Add --resume, or choose another --output.")
@@ -229,6 +236,16 @@ class Run:
         _check_same(facts["config"], self._config())
         self.report = Report(**{**facts["report"], "output": str(self.output)})
         return facts
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"TrainConfig: device={name!r} cannot be used: {reason}. Take one that torch sees here."
+        ) from error
 
 
 def _seed_everything(config: TrainConfig) -> None:
