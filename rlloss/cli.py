@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,9 +126,9 @@ def output_folder(config: str, output: str | None, resume: bool) -> Path:
 
 
 def resume_command(options: argparse.Namespace, output: Path) -> str:
-    """Returns the command that resumes a run."""
-    parts = [*launcher(), "train", options.config, *(f"--set {assignment}" for assignment in options.set)]
-    return " ".join([*parts, "--output", str(output), "--resume"])
+    """Returns the command that resumes a run, as a shell takes it."""
+    settings = [word for assignment in options.set for word in ("--set", assignment)]
+    return shlex.join([*launcher(), "train", options.config, *settings, "--output", str(output), "--resume"])
 
 
 def launcher() -> list[str]:

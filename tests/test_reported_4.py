@@ -1,6 +1,8 @@
 """Faults that a hostile user found: each was silent, or an error that did not say what to do."""
 
+import argparse
 import math
+import shlex
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlloss import GRPOLossConfig, GRPOLossContext, MixedLossConfig, PPOLossConfig, register_policy_loss
-from rlloss.cli import main
+from rlloss.cli import main, resume_command
 from rlloss.config_file import override
 from rlloss.errors import BatchError, ConfigError
 from rlloss.functional.controllers import AdaptiveKLController
@@ -305,3 +307,11 @@ def test_a_config_file_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "config.py").write_text("import sys\nsys.exit(0)\n")
     assert main(["show", str(tmp_path / "config.py")]) == 2
     assert "config.py cannot be run: SystemExit: 0" in capsys.readouterr().err
+
+
+def test_the_command_that_resumes_can_be_pasted_into_a_shell() -> None:
+    chosen = "grpo.loss.policy_loss_cfg={'loss_type': 'gspo'}"
+    options = argparse.Namespace(config="my config.py", set=[chosen, "seed=1"])
+    words = shlex.split(resume_command(options, Path("a run")))
+    assert words[:3] == ["rlloss", "train", "my config.py"]
+    assert words[3:] == ["--set", chosen, "--set", "seed=1", "--output", "a run", "--resume"]
