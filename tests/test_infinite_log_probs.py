@@ -10,7 +10,6 @@ import torch
 
 from batches import POLICY_LOSSES
 from rlloss import (
-    ActorCriticLossConfig,
     CELossConfig,
     DistillLossConfig,
     GRPOLossConfig,
@@ -112,34 +111,6 @@ def test_numbers_under_xtuners_names_leave_out_what_has_no_ratio() -> None:
     assert float(found["reduced_train_policy_kl1"]) == pytest.approx(-sum(d) / 3)
     deviation = sum(abs(math.exp(x) - 1) for x in d) / 3
     assert float(found["reduced_train_policy_ratio_abs_dev_mean"]) == pytest.approx(deviation)
-
-
-@pytest.mark.parametrize("far", [-math.inf, -3e4])
-@pytest.mark.parametrize("config", [CELossConfig(), GRPOLossConfig(), GRPOLossConfig(**KL), ActorCriticLossConfig()])
-def test_log_probs_of_an_engine_end_where_those_of_a_head_end(config: Any, far: float) -> None:
-    """The same step by hidden states, with a bias of `far` at the second label, and by log-probs with a graph."""
-    make = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(1, 4, 2, generator=make).double(), torch.randn(3, 2, generator=make).double()
-    bias = torch.tensor([far, 0.1, -0.2], dtype=torch.float64)
-    words = torch.tensor([[1, 0, 2, 1]])
-    critic = isinstance(config, ActorCriticLossConfig)
-    losses, gradients = [], []
-    for way in ("head", "log-probs"):
-        context = config.build({**BATCH, "shifted_labels": words})
-        (context,) = type(context).build_batches([context])
-        leaves = [part.clone().requires_grad_() for part in (weight, bias)]
-        if way == "head":
-            own = {"value_weight": torch.ones(1, 2).double()} if critic else {}
-            output = context.forward(hidden, *leaves, **own)
-        else:
-            given = (hidden @ leaves[0].T + leaves[1]).log_softmax(-1).gather(-1, words[..., None]).squeeze(-1)
-            output = context.forward_log_probs(given, **({"values": hidden.sum(-1)} if critic else {}))
-        losses.append(output.loss.item())
-        gradients.append(torch.autograd.grad(output.loss, leaves))
-        assert all(math.isfinite(float(value)) for value in output.extra.values())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_critic_reads_no_log_probs() -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rlloss.errors import BatchError
 from rlloss.heads import HeadInputs, TokenStats
-from rlloss.heads.logits import floored
 from rlloss.heads.vocab_parallel import Vocabulary, shard_vocabulary
 from rlloss.layout import from_jagged, require_tensor
 
@@ -51,8 +50,7 @@ def stats_of_log_probs(context: Any, log_probs: Tensor, entropy: Tensor | None) 
 
     Args:
         context: The context.
-        log_probs: `[B, T]` or jagged, nats; ignored positions may hold anything. They end at the floor of the heads:
-            -inf, a word of probability 0, is -1e4.
+        log_probs: `[B, T]` or jagged, nats; ignored positions may hold anything.
         entropy: The same, where the loss needs it.
 
     Raises:
@@ -76,7 +74,7 @@ def stats_of_log_probs(context: Any, log_probs: Tensor, entropy: Tensor | None) 
     wide = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     taken = None if entropy is None else layout.take(entropy.to(wide.dtype))
     labels = layout.take(context.loss_kwargs.shifted_labels).long()
-    return TokenStats(floored(layout.take(wide)), taken, layout.segments, labels)
+    return TokenStats(layout.take(wide), taken, layout.segments, labels)
 
 
 def check_words(name: str, ids: Tensor, vocabulary: int) -> None:
