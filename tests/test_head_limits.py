@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import steps
-from rlloss import CELossConfig, DistillLossConfig, GRPOLossConfig, LogProbConfig, Totals
+from rlloss import CELossConfig, DistillLossConfig, GRPOLossConfig, LogProbConfig, Totals, gather_logprobs
 
 IGNORED = -100
 
@@ -289,3 +289,14 @@ def test_other_words_of_probability_zero_are_one_number_in_both_modes(chunk_size
     logits = (hidden[0] @ weight.T + bias).log_softmax(-1)
     chosen = torch.stack([logits[row, ids[0, row]] for row in range(3)]).clamp(min=-1e4)
     assert float(found[0][0]) == pytest.approx(float((mass * (-1.5 - chosen)).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_logits_of_an_ignored_token_have_no_gradient(garbage: float) -> None:
+    logits = torch.tensor([[0.5, -1.0, 2.0], [garbage] * 3]).requires_grad_()
+    log_probs = gather_logprobs(logits, torch.tensor([2, IGNORED]), temperature=2.0)
+    log_probs.sum().backward()  # type: ignore[no-untyped-call]
+    p = (torch.tensor([0.5, -1.0, 2.0]) / 2.0).softmax(-1)
+    torch.testing.assert_close(log_probs, torch.stack([p[2].log(), torch.tensor(0.0)]))
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.stack([(torch.tensor([0.0, 0.0, 1.0]) - p) / 2.0, torch.zeros(3)]))

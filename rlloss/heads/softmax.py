@@ -50,7 +50,7 @@ class RowStats:
 
     @staticmethod
     def cat(parts: "list[RowStats]") -> "RowStats":
-        """Joins the numbers of consecutive tiles."""
+        """Joins the numbers of consecutive chunks."""
         columns = zip(*(part._parts() for part in parts), strict=True)
         return RowStats(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
