@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tokens], policy.Result]]] = {
     "reinforce": ({}, policy.reinforce),
     "cispo": (CLIP, lambda t: policy.cispo(t, 0.8, 1.28)),
     "cispo-default": ({}, lambda t: policy.cispo(t, 0.0, 1.2)),
+    "cispo-verl": ({"cliprange_low": 10.0}, lambda t: policy.cispo(t, -9.0, 1.2)),  # as its own example has it
     "cispo-cap": ({"ratio_cap": 0.9}, lambda t: policy.cispo(t, 0.0, 0.9)),
     "sapo": ({}, policy.sapo),
     "dppo_tv": ({"divergence_high": 0.1, "divergence_low": 0.05}, lambda t: policy.dppo_tv(t, 0.05, 0.1)),

@@ -43,8 +43,8 @@ def reinforce(log_prob: Tensor, advantages: Tensor) -> Tensor:
 class CISPOConfig(RatioConfig):
     """CISPO (arXiv:2506.13585): the clip bounds the importance weight, no token loses its gradient."""
 
-    cliprange_low: float = Field(default=1.0, ge=0.0, le=1.0)
-    """The weight is at least 1 - cliprange_low; 1, as in the paper, is no lower bound."""
+    cliprange_low: float = Field(default=1.0, ge=0.0)
+    """The weight is at least 1 - cliprange_low; 1 and more, as in the paper, is no lower bound."""
     cliprange_high: float = Field(default=0.2, ge=0.0)
     """The weight is at most 1 + cliprange_high."""
     ratio_cap: float | None = Field(default=None, gt=0.0)
