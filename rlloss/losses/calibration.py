@@ -94,7 +94,10 @@ def _several_collectives(contexts: list[Any]) -> bool:
 
 def _agree(contexts: list[Any], problem: Exception | None, group: Group, totals: Totals) -> None:
     """Raises what went wrong on any rank; a rank without a context takes part with the vector of `_count`."""
-    loss = loss_of(contexts, problem, totals)
+    # Where no rank sums losses each may divide by counts of its own, as TRL's bnpo does; what is counted together is
+    # compared once it is.
+    alone = problem is not None or not contexts[0].loss_cfg.reduce_loss
+    loss = loss_of(contexts, problem, Totals() if alone else totals)
     facts = facts_of(contexts, problem, loss, _device_of(contexts))
     vector = torch.cat([facts, facts.new_zeros(1 + 3 * MAX_TERMS)])
     check_facts(all_reduce_sum(vector, group)[:FACTS], problem, loss, group)

@@ -130,6 +130,15 @@ def other_totals(what: str) -> None:
     _calibrated(GRPOLossConfig(), totals=OTHER_TOTALS[what][dist.get_rank()])
 
 
+def own_totals(reduce_loss: bool) -> float:
+    """Tokens are chosen over all ranks, and each rank divides by its own, as TRL's bnpo does."""
+    config = GRPOLossConfig(reduce_loss=reduce_loss, top_entropy_quantile=0.5)
+    batch = rl_batch(selection_entropy=torch.arange(3.0)[None] + dist.get_rank())
+    totals = Totals(tokens=3.0 * (1 + dist.get_rank()), world=dist.get_world_size())
+    (context,) = config.loss_ctx_cls.build_batches([config.build(batch)], totals=totals)
+    return float(context.loss_kwargs.policy_loss_weight.sum())
+
+
 def silent_totals(seconds: float, patience: float) -> None:
     """Rank 1 needs no count and no sum in forward, and goes on; rank 0 counts over a group with little patience."""
     group = dist.new_group(timeout=timedelta(seconds=patience))

@@ -87,6 +87,15 @@ def test_ranks_with_different_totals(what: str, ranks: Ranks) -> None:
         assert re.search(rf"Totals\.{name} is \S+ on rank 0, \S+ on rank 1", failure.message), failure.message
 
 
+def test_counts_of_ones_own(ranks: Ranks) -> None:
+    """Where forward sums nothing a choice over the ranks does not ask for equal counts; where it sums, it does."""
+    first, second = ranks.run(stuck.own_totals, False, limit=20)
+    assert first == 2 * second > 0
+    for failure in ranks.outcomes(stuck.own_totals, True, limit=20):
+        assert isinstance(failure, Failure)
+        assert re.search(r"Totals\.tokens is 3\.0 on rank 0, 6\.0 on rank 1", failure.message), failure.message
+
+
 def test_totals_on_some_ranks_where_the_others_say_nothing(ranks: Ranks) -> None:
     """With `reduce_loss=False` a rank whose counts are given talks to nobody: the other waits as long as its group."""
     waited, went_on = ranks.outcomes(stuck.silent_totals, 4.0, 1.0, limit=20)
