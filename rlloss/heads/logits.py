@@ -77,9 +77,9 @@ def gather_logprobs(logits: Tensor, shifted_labels: Tensor, temperature: float =
         `[...]`, nats, float32 or float64, differentiable; 0 where the label is negative.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    flat = logits.reshape(-1, logits.shape[-1]).to(dtype) / temperature
     labels = shifted_labels.reshape(-1).long()
     # What stands at an ignored token, NaN included, has no part in the gradient either.
-    flat = flat.masked_fill((labels < 0)[:, None], 0.0)
+    flat = logits.reshape(-1, logits.shape[-1]).to(dtype).masked_fill((labels < 0)[:, None], 0.0)
+    flat = flat.div_(temperature)  # into the copy above: another one of all logits would be large
     log_prob, _, _ = log_probs_of(flat, labels.clamp(min=0), with_entropy=False)
     return torch.where(labels >= 0, log_prob, 0.0).reshape(shifted_labels.shape)
