@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks.mesh_step import Collectives
 from rlloss import CELossConfig, GRPOLossConfig, GRPOLossContext, MixedLossConfig, Totals, metrics
+from rlloss.compat import verl
 from steps import eye, labels, row, tok
 
 warnings.simplefilter("ignore")
@@ -154,3 +155,16 @@ def waits_forever() -> None:
     if dist.get_rank() == 0:
         time.sleep(1000)
     dist.all_reduce(torch.zeros(1))
+
+
+def verl_metrics() -> list[float]:
+    """verl's loss of an actor whose counts are missing, on ranks that are a group each: log-prob -1, reference -2."""
+    groups = [dist.new_group([number]) for number in range(dist.get_world_size())]
+    ids = [torch.ones(1, length, dtype=torch.int64) for length in (1, 2)]
+    data = {"prompts": ids[0], "responses": ids[1], "attention_mask": torch.ones(1, 3), "response_mask": ids[1]}
+    data |= {name: torch.full((1, 2), -1.0) for name in ("old_log_probs", "advantages")}
+    data["ref_log_prob"] = torch.full((1, 2), -2.0)
+    output = {"log_probs": torch.full((3,), -1.0), "entropy": torch.full((3,), 3.0)}
+    config = {"use_kl_loss": True, "kl_loss_type": "kl"}
+    _, found = verl.ppo_loss(config, output, data, dp_group=groups[dist.get_rank()])
+    return [found[name].aggregate() for name in ("kl_loss", "actor/entropy_loss")]

@@ -142,3 +142,8 @@ def test_fields_set_after_build(ranks: Ranks) -> None:
 def test_a_hang_names_the_rank_that_waited(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed, match=r"after 2 s(.|\n)*rank 1 waited in:(.|\n)*all_reduce"):
         ranks.run(rank_cases.waits_forever, limit=2)
+
+
+def test_metrics_in_verls_form_count_over_their_group(ranks: Ranks) -> None:
+    """Counted over all ranks they would be half of that, and a rank outside of the group would be waited for."""
+    assert ranks.run(rank_cases.verl_metrics) == [[1.0, 3.0], [1.0, 3.0]]

@@ -101,12 +101,15 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     kind = aggregation_of(counts)
     found["actor/pg_loss"] = Metric(kind, pg_loss)
     if entropy is not None:
-        summed = agg_loss(entropy.detach(), mask, mode, **counts)
+        summed = _aggregated(entropy.detach(), mask, mode, counts, dp_group)
         found["actor/entropy_loss"] = Metric(kind, summed)
     if reference:
         # Not out of the loss: a coefficient of 0 has no term there, and verl still reports the divergence.
         kl = token_kl(log_prob.detach(), batch["ref_logprobs"], loss_cfg.kl_loss_type or "k3")
-        found |= {"kl_loss": Metric(kind, agg_loss(kl, mask, mode, **counts)), "kl_coef": loss_cfg.kl_loss_coef}
+        found |= {
+            "kl_loss": Metric(kind, _aggregated(kl, mask, mode, counts, dp_group)),
+            "kl_coef": loss_cfg.kl_loss_coef,
+        }
     return loss, found
 
 
@@ -177,10 +180,8 @@ def agg_loss(
         BatchError: `dp_size` above 1 without the count that the mode needs.
     """
     counts = {"dp_size": dp_size, "batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
-    batch = rows_of(loss_mask != 0)
-    loss = _cross_entropy(batch, -loss_mat, loss_agg_mode, counts, None)
-    length = length_of(loss_agg_mode, loss_mat.shape[1], {"loss_scale_factor": loss_scale_factor})
-    return loss if length is None else loss / length
+    counts["loss_scale_factor"] = loss_scale_factor
+    return _aggregated(loss_mat, loss_mask, loss_agg_mode, counts, None)
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -192,6 +193,12 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         kl_penalty: kl, k1, abs, mse, k2, low_var_kl, k3, each also with "+".
     """
     return token_kl(logprob, ref_logprob, kl_penalty)
+
+
+def _aggregated(values: Tensor, mask: Tensor, mode: str, counts: dict[str, Any], group: Any) -> Tensor:
+    loss = _cross_entropy(rows_of(mask != 0), -values, mode, counts, group)
+    length = length_of(mode, values.shape[1], counts)
+    return loss if length is None else loss / length
 
 
 def _cross_entropy(batch: dict[str, Any], log_probs: Tensor, mode: str, counts: dict[str, Any], group: Any) -> Tensor:
