@@ -106,10 +106,8 @@ def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
     if reference:
         # Not out of the loss: a coefficient of 0 has no term there, and verl still reports the divergence.
         kl = token_kl(log_prob.detach(), batch["ref_logprobs"], loss_cfg.kl_loss_type or "k3")
-        found |= {
-            "kl_loss": Metric(kind, _aggregated(kl, mask, mode, counts, dp_group)),
-            "kl_coef": loss_cfg.kl_loss_coef,
-        }
+        summed = _aggregated(kl, mask, mode, counts, dp_group)
+        found |= {"kl_loss": Metric(kind, summed), "kl_coef": loss_cfg.kl_loss_coef}
     return loss, found
 
 
