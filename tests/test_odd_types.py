@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,3 +145,9 @@ def test_it_is_named_in_one_line(case: str) -> None:
         call()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [np.int64(2), 2.0, torch.tensor(2)])
+def test_any_whole_number_counts_prompts(count: Any) -> None:
+    (expected,), (found,) = late("num_prompts", 2), late("num_prompts", count)
+    assert torch.equal(expected.loss_kwargs.policy_loss_weight, found.loss_kwargs.policy_loss_weight)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlloss.distributed import Group, all_gather_text, differences, members, rank, world_size
-from rlloss.errors import BatchError
+from rlloss.errors import BatchError, as_number
 from rlloss.layout import Shard
 from rlloss.losses.totals import Totals
 
@@ -94,12 +94,13 @@ def num_prompts_of(contexts: Sequence[Any]) -> int:
     """
     found = [context.loss_kwargs.num_prompts for context in contexts if context.loss_kwargs.num_prompts is not None]
     for count in found:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        number = as_number(count)
+        if number < 1 or not number.is_integer():
             raise BatchError(f"num_prompts is {count!r}, expected the number of prompts of the whole step.")
-    given = set(found)
+    given = {int(count) for count in found}
     if len(given) > 1:
         raise BatchError(f"num_prompts differs between micro-batches: {sorted(given)}. It counts the whole step.")
-    return int(given.pop()) if given else 0
+    return given.pop() if given else 0
 
 
 def loss_of(contexts: Sequence[Any], problem: Exception | None, totals: Totals) -> dict[str, object]:
