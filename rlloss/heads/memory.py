@@ -35,7 +35,7 @@ def release_buffers() -> int:
     Returns:
         How much that was, bytes.
     """
-    return _POOL.release(keep=0)
+    return _POOL.release()
 
 
 class _Pool:
@@ -52,23 +52,24 @@ class _Pool:
             if fitting:
                 block = min(fitting, key=len)
                 self._blocks = [pair for pair in self._blocks if pair[0] is not block]
-                self._drop(MOST_IDLE)
+                self._drop(keep=MOST_IDLE)
             else:
-                self._drop(0)
+                self._drop(keep=0)
                 block = _map(size)
             view = memoryview(block)
             self._blocks.append((block, weakref.ref(view)))
             return view
 
-    def release(self, keep: int) -> int:
-        """Drops free blocks until `keep` of them are left; returns their bytes."""
+    def release(self) -> int:
+        """Drops all free blocks; returns their bytes."""
         with self._lock:
-            return self._drop(keep)
+            return self._drop(keep=0)
 
     def _idle(self) -> list[mmap.mmap]:
         return [block for block, lent in self._blocks if lent() is None]
 
     def _drop(self, keep: int) -> int:
+        """Drops free blocks, the oldest first, until `keep` are left; the caller holds the lock."""
         idle = self._idle()
         dropped = idle[: max(len(idle) - keep, 0)]
         self._blocks = [pair for pair in self._blocks if not any(pair[0] is block for block in dropped)]
