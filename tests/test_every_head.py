@@ -19,8 +19,8 @@ from torch import Tensor
 import oracles
 from rlloss import BaseLossConfig, BaseLossContext, BaseLossKwargs, CELossConfig, LogProbConfig, PerToken, Term
 from rlloss.errors import ConfigError
-from rlloss.heads import buffer
 from rlloss.heads.words import WordPlaces
+from small_tiles import cut_into_tiles
 
 IGNORED = -100
 WIDTH, WORDS = 4, 11
@@ -196,7 +196,7 @@ def test_values_and_gradients_are_those_of_the_loops(name: str, engine: str) -> 
 @every_engine
 @pytest.mark.parametrize("words", [1, 2, 3, 31, 65, 129])
 def test_vocabularies_that_are_no_multiple_of_anything(words: int, engine: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(buffer, "TILE_ELEMENTS", 64)
+    cut_into_tiles(monkeypatch, 64)
     given = problem(words, bias=True)
     wanted = expected(given, [[1.0] * 5] * 2, entropy=False)
     assert_close(run(ready(given, engine), leaves_of(given)), wanted, bound_of(engine))

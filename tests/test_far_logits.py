@@ -24,7 +24,7 @@ HEADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("head", HEADS)
 def test_values_and_gradients(head: str, case: str, loss: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiles > 1:
-        monkeypatch.setattr("rlloss.heads.buffer.tile_width", lambda vocabulary, rows: -(-vocabulary // tiles))
+        monkeypatch.setattr("rlloss.heads.tiles.tile_width", lambda vocabulary, *_: -(-vocabulary // tiles))
     wanted = far_logits.expected(loss, case)
     for dtype in (torch.float64, torch.float32):
         context = far_logits.context_of(far_logits.config_of(loss, **HEADS[head]))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlloss.heads import HeadInputs, HeadOptions, Objective, TokenStats, buffer, run_head, token_stats
+from rlloss.heads import HeadInputs, HeadOptions, Objective, TokenStats, run_head, token_stats
 from rlloss.layout import token_layout
+from small_tiles import cut_into_tiles
 
 
 def draw(seed: int) -> tuple[HeadInputs, HeadOptions, Objective]:
@@ -66,7 +67,7 @@ def draw(seed: int) -> tuple[HeadInputs, HeadOptions, Objective]:
 @pytest.mark.parametrize("block", range(6))
 def test_chunk_equals_eager(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 40, block * 40 + 40):
-        monkeypatch.setattr(buffer, "TILE_ELEMENTS", [32, 64, 1 << 22][seed % 3])
+        cut_into_tiles(monkeypatch, [32, 64, 1 << 22][seed % 3])
         inputs, options, objective = draw(seed)
         leaves = [part for part in (inputs.hidden, inputs.weight, inputs.bias) if part is not None]
         found = []

@@ -15,14 +15,15 @@ from rlloss.heads.products import Products
 from rlloss.heads.softmax import Transform
 from rlloss.heads.words import WordPlaces
 from rlloss.layout import token_layout
+from small_tiles import cut_into_tiles
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 101
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven tiles of 16 columns or fewer."""
-    monkeypatch.setattr(buffer, "TILE_ELEMENTS", 64)
+    """Seven tiles of 16 words or fewer."""
+    cut_into_tiles(monkeypatch, 64)
 
 
 def problem(scale: float = 1.0, dtype: torch.dtype = torch.float64, extra: bool = False) -> HeadInputs:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlloss import CELossConfig, DistillLossConfig, GRPOLossConfig, LogProbConfig
-from rlloss.heads import buffer
 from rlloss.heads.products import Products
 from rlloss.metrics import reduce
+from small_tiles import cut_into_tiles
 from steps import HEADS, every_mode, eye, labels, row, run_step, tok
 
 TESTS = Path(__file__).parent
@@ -211,7 +211,7 @@ def test_only_tokens_that_count_are_projected_and_only_those_with_a_gradient_bac
 
 
 def test_d10_the_hidden_gradient_is_added_up_in_float32_over_vocabulary_tiles(monkeypatch: Any) -> None:
-    monkeypatch.setattr(buffer, "TILE_ELEMENTS", 64 * 16)
+    cut_into_tiles(monkeypatch, 64 * 16)
     make = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, 64, 32, generator=make).bfloat16().requires_grad_()
     weight = torch.randn(4096, 32, generator=make).bfloat16().requires_grad_()

@@ -1,8 +1,7 @@
-"""The one chunk of logits of a sweep: projected and exponentiated some words at a time, in tiles that stay in cache.
+"""The one chunk of logits of a sweep: projected and exponentiated some words at a time.
 
-The chunk is `[V, C]`, words by rows of the batch: a tile of words is one block of memory, so that a product writes it
-and the passes read it from cache, and the product that writes it is the faster one, for the head weight is its left
-operand. On an accelerator there is one tile, the whole chunk.
+The chunk is `[V, C]`, words by rows of the batch: a tile of words is one block of memory, and the product that writes
+it is the faster one, for the head weight is its left operand.
 """
 
 from collections.abc import Iterator
@@ -11,26 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlloss.heads.logits import LOG_FLOOR
+from rlloss.heads import passes
 from rlloss.heads.products import Products
 from rlloss.heads.softmax import RowStats, Transform, row_stats
+from rlloss.heads.tiles import Tiling, choose_tiles
 from rlloss.heads.vocab_parallel import VocabShard
-from rlloss.heads.words import WordPlaces, places_of
-
-TILE_ELEMENTS = 1 << 23
-"""Numbers of one tile on a CPU: 32 MiB of float32. Smaller tiles lose more to threads than caches give back."""
-
-PIECE_WORDS = 16384
-"""Words that the passes with temporaries take at once, so that these are no second chunk."""
-
-PASSING_ROWS = 2048
-"""Rows that are projected at once where nothing is kept of them."""
-
-SAMPLE_WORDS = 1024
-"""Words whose largest logit is the estimate of a row's shift."""
+from rlloss.heads.words import WordLogits, WordPlaces, places_of
 
 UNSHIFTED = 20.0
 """Rows whose logits reach no further than this need no shift before `exp`."""
+
+SAMPLE_STEP = 4
+"""One in as many of the sampled words is looked at."""
 
 LARGEST_SUM = 1e20
 """Sums of exponentials beyond this have outgrown an estimated shift; the chunk is projected again with exact ones."""
@@ -42,12 +33,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     numbers: Tensor
-
-
-def tile_width(vocabulary: int, rows: int) -> int:
-    """Returns the words of a tile on a CPU."""
-    tiles = -(-vocabulary * rows // TILE_ELEMENTS)
-    return -(-vocabulary // tiles)
 
 
 class ChunkLogits:
@@ -72,15 +57,9 @@ class ChunkLogits:
         self.products, self.transform, self.keep, self.vocab = products, transform, keep, vocab
         self.vocabulary = products.weight.shape[0]
         self.rows = 0
-        self.width = tile_width(self.vocabulary, chunk_size) if products.on_cpu else self.vocabulary
-        # A tile that is not kept has room for more rows than a chunk, and each product reads the whole weight. Its
-        # words stay the same, so that log-probs alone are those that a loss sees.
-        room = max(chunk_size * self.vocabulary // self.width, 1)
-        alone = not keep and vocab is None
-        self.most_rows = max(chunk_size, min(PASSING_ROWS, room)) if alone else chunk_size
+        self._tiles = choose_tiles(products, chunk_size, keep, alone=vocab is None)
+        self.most_rows = self._tiles.rows
         self._storage = products.weight.new_empty(0, dtype=products.dtype)
-        starts = range(0, self.vocabulary, self.width)
-        self._tiles = [(start, min(start + self.width, self.vocabulary)) for start in starts]
 
     def fill(
         self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, extra_ids: Tensor | None, with_entropy: bool
@@ -97,19 +76,18 @@ class ChunkLogits:
         Returns:
             The numbers of each row.
         """
-        self._lay_out(hidden.shape[0])
         hidden = self.products.operand(hidden)
-        words = [self._places(ids) for ids in (labels[:, None], extra_ids) if ids is not None]
+        self.rows = hidden.shape[0]
         if self.products.on_cpu and extra_ids is None and not with_entropy and self.vocab is None:
             # One look at the result is cheaper than a search for each row's maximum before it.
-            stats = self._pass(hidden, words, temperature, exact=False, with_entropy=False)
+            stats = self._pass_plainly(hidden, labels, temperature)
             if bool((stats.total <= LARGEST_SUM).all()):
                 return stats
-        return self._pass(hidden, words, temperature, exact=True, with_entropy=with_entropy)
+        return self._pass_exactly(hidden, labels, temperature, extra_ids, with_entropy)
 
     def pieces(self, rows: int, whole: bool = False) -> Iterator[Piece]:
         """Yields the first rows of the chunk, some words at a time or all of them."""
-        step = self.vocabulary if whole else min(self.width, PIECE_WORDS)
+        step = self.vocabulary if whole else min(self._tiles.plain.width, passes.PIECE_WORDS)
         for start in range(0, self.vocabulary, step):
             stop = min(start + step, self.vocabulary)
             yield Piece(start, stop, self._tile(start, stop)[:, :rows])
@@ -141,101 +119,85 @@ class ChunkLogits:
             piece.numbers.index_copy_(1, holes, piece.numbers.index_select(1, movers))
         return torch.arange(count, device=keep.device).index_copy(0, holes, movers)
 
-    def _lay_out(self, rows: int) -> None:
-        self.rows = rows
-        size = rows * (self.vocabulary if self.keep else self.width)
+    def _pass_plainly(self, hidden: Tensor, labels: Tensor, temperature: float | Tensor) -> RowStats:
+        """Walks over the tiles with shifts that are estimated from the first words."""
+        tiling = self._tiles.plain
+        words = WordLogits([self._places(labels[:, None], tiling)])
+        shift, sums = hidden.new_zeros(self.rows, dtype=self.products.dtype), []
+        for number, logits in enumerate(self._project(hidden, temperature, tiling)):
+            words.take(number, logits)
+            if number == 0:
+                peak = _peak(logits[: self._tiles.sample : SAMPLE_STEP])
+                shift = torch.where(peak.abs() <= UNSHIFTED, 0.0, peak)
+            sums.append(passes.exponentiate(logits, shift, self.keep))
+        return row_stats(torch.cat(sums).sum(dim=0), None, shift, words.gather()[0], None)
+
+    def _pass_exactly(
+        self, hidden: Tensor, labels: Tensor, temperature: float | Tensor, extra_ids: Tensor | None, with_entropy: bool
+    ) -> RowStats:
+        """Walks over the tiles with shifts that are the maximum of the tiles so far, and at last of all."""
+        tiling = self._tiles.exact
+        words = WordLogits([self._places(ids, tiling) for ids in (labels[:, None], extra_ids) if ids is not None])
+        rest = hidden.new_zeros(self.rows, dtype=self.products.dtype)
+        weighted = rest.clone() if with_entropy else None
+        shift, used = torch.full_like(rest, torch.finfo(rest.dtype).min), []
+        for number, logits in enumerate(self._project(hidden, temperature, tiling)):
+            words.take(number, logits)
+            shift, rest, weighted = _follow(shift, _peak(logits), rest, weighted)
+            used.append(shift)
+            if weighted is None:
+                rest = rest + passes.exponentiate(logits, shift, self.keep).sum(dim=0)
+            else:
+                sums, products = passes.exponentiate_with_entropy(logits, shift, self.keep)
+                rest, weighted = rest + sums.sum(dim=0), weighted + products.sum(dim=0)
+        if self.keep:
+            self._align(tiling, used)
+        logits_of = words.gather()
+        if self.vocab is not None:
+            (rest, weighted), shift, logits_of, factor = self.vocab.combine((rest, weighted), shift, logits_of)
+            for piece in self.pieces(self.rows) if self.keep else ():
+                piece.numbers.mul_(factor)
+        extra = None if extra_ids is None else logits_of[1].view(extra_ids.shape)
+        return row_stats(rest, weighted, shift, logits_of[0], extra)
+
+    def _project(self, hidden: Tensor, temperature: float | Tensor, tiling: Tiling) -> Iterator[Tensor]:
+        """Yields the logits `[words, C]` of each tile in turn."""
+        size = self.rows * (self.vocabulary if self.keep else tiling.width)
         if self._storage.numel() < size:
             self._storage = self.products.new_buffer(size)
+        for start, stop in tiling.bounds:
+            logits = self._tile(start, stop)
+            self.products.project(hidden, slice(start, stop), logits, self.transform.bias)
+            yield self.transform.apply_(logits, temperature)
 
-    def _places(self, ids: Tensor) -> WordPlaces:
+    def _places(self, ids: Tensor, tiling: Tiling) -> WordPlaces:
         present = None
         if self.vocab is not None:
             ids, present = self.vocab.local(ids)
-        return WordPlaces(ids, len(self._tiles), self.width, present)
+        return WordPlaces(ids, len(tiling.bounds), tiling.width, present)
 
     def _tile(self, start: int, stop: int) -> Tensor:
         first = self.rows * start if self.keep else 0
         return self._storage[first : first + self.rows * (stop - start)].view(stop - start, self.rows)
 
-    def _pass(
-        self,
-        hidden: Tensor,
-        words: list[WordPlaces],
-        temperature: float | Tensor,
-        exact: bool,
-        with_entropy: bool,
-    ) -> RowStats:
-        """Walks over the tiles once; an exact shift follows the maximum of the tiles so far."""
-        rest = self._storage.new_zeros(self.rows)
-        weighted = rest.clone() if with_entropy else None
-        found: list[list[Tensor]] = [[] for _ in words]
-        shift: Tensor | None = None
-        used: list[Tensor] = []
-        for number, (start, stop) in enumerate(self._tiles):
-            logits = self._tile(start, stop)
-            self.products.project(hidden, slice(start, stop), logits, self.transform.bias)
-            self.transform.apply_(logits, temperature)
-            _take_words(logits.view(-1), words, number, found)
-            if exact or number == 0:
-                seen = logits if exact else logits[:SAMPLE_WORDS]
-                peak = seen.amax(dim=0).clamp_(min=torch.finfo(logits.dtype).min)
-                shift, rest, weighted = _follow(shift, peak, rest, weighted)
-                if not exact:
-                    shift = torch.where(shift.abs() <= UNSHIFTED, 0.0, shift)
-            assert shift is not None
-            used.append(shift)
-            if exact or bool(shift.any()):
-                logits.sub_(shift)
-            if weighted is None:
-                rest += logits.exp_().sum(dim=0)
-            else:
-                sums = _exponentiate_with_entropy(logits)
-                rest, weighted = rest + sums[0], weighted + sums[1]
-        assert shift is not None
-        if exact and self.keep:
-            self._align(used, shift)
-        logits_of = [part.gather(values) for part, values in zip(words, found, strict=True)]
-        if self.vocab is not None:
-            (rest, weighted), shift, logits_of, factor = self.vocab.combine((rest, weighted), shift, logits_of)
-            for piece in self.pieces(self.rows) if self.keep else ():
-                piece.numbers.mul_(factor)
-        extra = logits_of[1].view(words[1].shape) if len(words) > 1 else None
-        return row_stats(rest, weighted, shift, logits_of[0], extra)
-
-    def _align(self, used: list[Tensor], shift: Tensor) -> None:
+    def _align(self, tiling: Tiling, used: list[Tensor]) -> None:
         """Brings tiles that were exponentiated with an earlier maximum to the last one."""
-        for (start, stop), own in zip(self._tiles, used[:-1], strict=False):
-            factor = (own - shift).exp()
+        for (start, stop), own in zip(tiling.bounds, used[:-1], strict=False):
+            factor = (own - used[-1]).exp()
             if bool((factor != 1).any()):
                 self._tile(start, stop).mul_(factor)
 
 
-def _take_words(flat: Tensor, words: list[WordPlaces], number: int, found: list[list[Tensor]]) -> None:
-    """Reads the logits of words that lie in this tile; the label's then becomes -inf, so that its `E` is exactly 0."""
-    for part, values in zip(words, found, strict=True):
-        values.append(flat.index_select(0, part.of(number)))
-    flat.index_fill_(0, words[0].of(number), -torch.inf)
+def _peak(logits: Tensor) -> Tensor:
+    """Largest logit of each row, `[C]`, finite where all are -inf."""
+    return logits.amax(dim=0).clamp_(min=torch.finfo(logits.dtype).min)
 
 
-def _follow(
-    shift: Tensor | None, peak: Tensor, rest: Tensor, weighted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _follow(shift: Tensor, peak: Tensor, rest: Tensor, weighted: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Moves the sums so far to the larger of their shift and a new tile's maximum."""
-    if shift is None:
-        return peak, rest, weighted
     larger = torch.maximum(shift, peak)
     change = shift - larger
     factor = change.exp()
     if weighted is not None:
         weighted = factor * torch.where(factor == 0, 0.0, weighted + change * rest)
     return larger, rest * factor, weighted
-
-
-def _exponentiate_with_entropy(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces q by `E`; returns the sums of `E` and of `E q`."""
-    sums = [q.new_zeros(q.shape[1]) for _ in range(2)]
-    for part in torch.split(q, PIECE_WORDS):
-        exponentials = part.clamp_(min=LOG_FLOOR).exp()
-        sums[1] += part.mul_(exponentials).sum(dim=0)
-        sums[0] += part.copy_(exponentials).sum(dim=0)
-    return sums[0], sums[1]

@@ -10,11 +10,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-SMALLEST = 16 << 20
+SMALLEST = 1 << 20
 """Below this many bytes ordinary memory costs nothing worth saving."""
 
-MOST_IDLE = 2
-"""Unused buffers that are kept: a chunk of logits, and the gradient of a head."""
+MOST_IDLE = 5
+"""Unused buffers that are kept: a chunk of logits, the gradients of a head and of hidden states, two of its rows."""
 
 
 def large_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -46,15 +46,16 @@ class _Pool:
         self._blocks: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
 
     def take(self, size: int) -> memoryview:
-        """Lends the smallest free block that is not far too large; else all free ones make room for a new one."""
+        """Lends the smallest free block that is not far too large; else free ones make room for a new one."""
         with self._lock:
             fitting = [block for block in self._idle() if size <= len(block) <= 2 * size]
             if fitting:
                 block = min(fitting, key=len)
                 self._blocks = [pair for pair in self._blocks if pair[0] is not block]
-                self._drop(keep=MOST_IDLE)
+                idle = self._idle()
+                self._drop(idle[: max(len(idle) - MOST_IDLE, 0)])
             else:
-                self._drop(keep=0)
+                self._make_room(size)
                 block = _map(size)
             view = memoryview(block)
             self._blocks.append((block, weakref.ref(view)))
@@ -63,17 +64,23 @@ class _Pool:
     def release(self) -> int:
         """Drops all free blocks; returns their bytes."""
         with self._lock:
-            return self._drop(keep=0)
+            return self._drop(self._idle())
 
     def _idle(self) -> list[mmap.mmap]:
         return [block for block, lent in self._blocks if lent() is None]
 
-    def _drop(self, keep: int) -> int:
-        """Drops free blocks, the oldest first, until `keep` are left; the caller holds the lock."""
-        idle = self._idle()
-        dropped = idle[: max(len(idle) - keep, 0)]
-        self._blocks = [pair for pair in self._blocks if not any(pair[0] is block for block in dropped)]
-        return sum(len(block) for block in dropped)
+    def _make_room(self, size: int) -> None:
+        """Drops free blocks, the smallest first, until as many bytes are back; the caller holds the lock."""
+        freed = 0
+        for block in sorted(self._idle(), key=len):
+            if freed >= size:
+                return
+            freed += self._drop([block])
+
+    def _drop(self, blocks: list[mmap.mmap]) -> int:
+        """Drops some free blocks; returns their bytes. The caller holds the lock."""
+        self._blocks = [pair for pair in self._blocks if not any(pair[0] is block for block in blocks)]
+        return sum(len(block) for block in blocks)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -70,7 +70,8 @@ class Products:
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
-        folded = hidden * factor[:, None]
+        folded = large_empty(hidden, tuple(hidden.shape), hidden.dtype)
+        torch.mul(hidden, factor[:, None], out=folded)
         if self.operand_dtype != torch.float16:
             return Folded(folded.to(self.operand_dtype), None)
         unit = folded.abs().amax().clamp(min=1e-30)

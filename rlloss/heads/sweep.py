@@ -54,7 +54,7 @@ class Sweep:
         )
         # float16 gradients would underflow before the loss scale multiplies them.
         kept = torch.float32 if self.hidden.dtype == torch.float16 else self.hidden.dtype
-        self.grad_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=kept) if wanted[0] else None
+        self.grad_hidden = large_empty(weight, tuple(self.hidden.shape), kept).zero_() if wanted[0] else None
         # Uninitialised: the first chunk with a gradient writes it.
         self.grad_weight = large_empty(weight, tuple(weight.shape), self.dtype) if wanted[1] else None
         self.grad_bias = weight.new_zeros((vocabulary,), dtype=self.dtype) if wanted[2] else None
@@ -161,7 +161,7 @@ class Sweep:
             self.logits.put_words(labels[:, None], target[:, None])
         hidden = self._hidden(rows).to(self.dtype)
         folded = self.products.fold(hidden, -factor)
-        gradient = hidden.new_empty(hidden.shape) if self.grad_hidden is not None else None
+        gradient = large_empty(hidden, tuple(hidden.shape), hidden.dtype) if self.grad_hidden is not None else None
         first = self._untouched
         # Operands that are converted on the way are converted some words at a time.
         for piece in self.logits.pieces(factor.shape[0], whole=not self.products.narrow):
@@ -173,32 +173,32 @@ class Sweep:
             if self.grad_bias is not None:
                 self.grad_bias[words].addmv_(piece.numbers, -factor)
         self._untouched = False
-        if gradient is not None:
-            gradient.mul_(-factor[:, None])
         if not wide_operand:
             # The largest number of a row is not rounded to 16 bits.
-            self._add_label_part(gradient, hidden, labels, -factor * target)
+            self._add_label_part(gradient, hidden, labels, target, -factor)
         if gradient is not None:
-            self._store_hidden(rows, gradient)
+            self._store_hidden(rows, gradient, -factor[:, None])
 
-    def _add_label_part(self, gradient: Tensor | None, hidden: Tensor, labels: Tensor, part: Tensor) -> None:
+    def _add_label_part(
+        self, gradient: Tensor | None, hidden: Tensor, labels: Tensor, part: Tensor, factor: Tensor
+    ) -> None:
         if self.inputs.vocab is not None:
             labels, mine = self.inputs.vocab.local(labels)
             part = torch.where(mine, part, 0.0)
         if gradient is not None:
             gradient.addcmul_(self.products.weight.index_select(0, labels).to(self.dtype), part[:, None])
+        part = factor * part
         if self.grad_weight is not None:
             self.grad_weight.index_add_(0, labels, hidden * part[:, None])
         if self.grad_bias is not None:
             self.grad_bias.index_add_(0, labels, part)
 
-    def _store_hidden(self, rows: Rows, gradient: Tensor) -> None:
+    def _store_hidden(self, rows: Rows, gradient: Tensor, factor: Tensor) -> None:
         assert self.grad_hidden is not None
-        gradient = gradient.to(self.grad_hidden.dtype)
         if self.inputs.layout.index is None and isinstance(rows, slice):
-            self.grad_hidden[rows] = gradient
+            torch.mul(gradient, factor, out=self.grad_hidden[rows])
         else:
-            self.grad_hidden.index_copy_(0, self._places(rows), gradient)
+            self.grad_hidden.index_copy_(0, self._places(rows), gradient.mul_(factor).to(self.grad_hidden.dtype))
 
     def _places(self, rows: Rows) -> Tensor:
         index = self.inputs.layout.index
