@@ -1,17 +1,15 @@
 """The passes that turn a tile of logits `[words, C]` into exponentials and their sums.
 
-Compiled (`passes.c`) for float32 on a CPU, where a C compiler was at hand when rlloss was installed; else by torch's
-operators, which read the tile several times.
+For float32 on a CPU that is one compiled pass (`native.c`) where it is there; torch's operators read a tile several
+times.
 """
 
-import ctypes
-import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from rlloss.heads import native
 from rlloss.heads.logits import LOG_FLOOR
 
 STRIP_WORDS = 256
@@ -22,8 +20,6 @@ PIECE_ELEMENTS = 1 << 22
 
 PIECE_WORDS = 16384
 """Words that passes with temporaries take at once elsewhere, so that these are no second chunk."""
-
-_VERSION = 1
 
 
 def exponentiate(logits: Tensor, shift: Tensor, keep: bool) -> Tensor:
@@ -37,12 +33,11 @@ def exponentiate(logits: Tensor, shift: Tensor, keep: bool) -> Tensor:
     Returns:
         Sums of `E` over each strip of words, `[strips, C]`.
     """
-    library = _library_for(logits)
-    if library is None:
+    if not _is_native(logits):
         pieces = _pieces(logits) if logits.device.type == "cpu" else (logits,)
         return torch.cat([_strip_sums(_shifted(piece, shift).exp_()) for piece in pieces])
     sums = logits.new_empty(_strips(logits), logits.shape[1])
-    _run(library, logits, shift, sums, None, keep)
+    native.exp_sums(logits, shift, sums, None, STRIP_WORDS, keep)
     return sums
 
 
@@ -52,18 +47,12 @@ def exponentiate_with_entropy(logits: Tensor, shift: Tensor, keep: bool) -> tupl
     Returns:
         Sums of `E` and of `E q` over each strip of words, `[strips, C]` each.
     """
-    library = _library_for(logits)
-    if library is None:
+    if not _is_native(logits):
         pairs = [_entropy_sums(_shifted(piece, shift).clamp_(min=LOG_FLOOR)) for piece in _pieces(logits)]
         return torch.cat([sums for sums, _ in pairs]), torch.cat([weighted for _, weighted in pairs])
     sums = logits.new_empty(2, _strips(logits), logits.shape[1])
-    _run(library, logits, shift, sums[0], sums[1], keep)
+    native.exp_sums(logits, shift, sums[0], sums[1], STRIP_WORDS, keep)
     return sums[0], sums[1]
-
-
-def compiled() -> bool:
-    """Whether the compiled passes are there."""
-    return _library() is not None
 
 
 def _pieces(logits: Tensor) -> Sequence[Tensor]:
@@ -97,35 +86,5 @@ def _strips(logits: Tensor) -> int:
     return -(-logits.shape[0] // STRIP_WORDS)
 
 
-def _library_for(logits: Tensor) -> ctypes.CDLL | None:
-    """Returns the compiled passes where they can read such a tensor."""
-    plain = type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
-    return _library() if plain and logits.is_contiguous() else None
-
-
-def _run(
-    library: ctypes.CDLL, logits: Tensor, shift: Tensor, sums: Tensor, weighted: Tensor | None, keep: bool
-) -> None:
-    shift = shift.contiguous()
-    places = [None if part is None else part.data_ptr() for part in (shift, sums, weighted)]
-    library.rlloss_exp_sums(logits.data_ptr(), *logits.shape, *places, STRIP_WORDS, int(keep), torch.get_num_threads())
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("rlloss.heads._passes")
-    return None if spec is None or spec.origin is None else load(spec.origin)
-
-
-def load(path: str) -> ctypes.CDLL | None:
-    """Loads compiled passes; `None` where the system cannot, or where they were built from another source."""
-    try:
-        library = ctypes.CDLL(path)
-        if library.rlloss_passes_version() != _VERSION:
-            return None
-    except (OSError, AttributeError):
-        return None
-    number, size, place = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
-    library.rlloss_exp_sums.argtypes = [place, size, size, place, place, place, size, number, number]
-    library.rlloss_exp_sums.restype = None
-    return library
+def _is_native(logits: Tensor) -> bool:
+    return native.takes(logits) and logits.is_contiguous() and native.compiled()

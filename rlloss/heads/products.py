@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlloss.heads import native
 from rlloss.heads.memory import large_empty
+
+MOST_SHARES = 32
+"""Most shares of the words that a product is summed over apart."""
 
 
 class Folded(NamedTuple):
@@ -50,7 +54,9 @@ class Products:
         """Writes `W[words] hidden^T + bias` to `out`, in the precision of the model's own forward."""
         weight, column = self._weight(words), None if bias is None else bias[words, None]
         if weight.dtype == self.dtype:
-            if column is None:
+            if column is None and native.multiplies(weight, hidden, out, weight.shape[1]):
+                native.project(weight, hidden, out)
+            elif column is None:
                 torch.mm(weight, hidden.T, out=out)
             else:
                 torch.addmm(column, weight, hidden.T, out=out)
@@ -66,7 +72,14 @@ class Products:
 
     def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
         """Adds `numbers^T W[words]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
-        self._accumulate(numbers.T, self._weight(words), out, first)
+        weight = self._weight(words)
+        shares = self._shares(numbers.shape[0])
+        if shares < torch.get_num_threads() or not native.multiplies(numbers, weight, out, numbers.shape[0]):
+            self._accumulate(numbers.T, weight, out, first)
+            return
+        parts = large_empty(out, (shares, *out.shape), out.dtype)
+        native.hidden_parts(numbers, weight, parts)
+        torch.sum(parts, dim=0, out=out) if first else out.add_(parts.sum(dim=0))
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
@@ -79,7 +92,16 @@ class Products:
 
     def add_weight(self, numbers: Tensor, folded: "Folded", out: Tensor, first: bool) -> None:
         """Adds `numbers folded` to `out`, the words' rows of the weight gradient."""
+        if folded.unit is None and native.multiplies(numbers, folded.rows, out, numbers.shape[1]):
+            native.add_weight(numbers, folded.rows, out, first)
+            return
         self._accumulate(numbers, folded.rows, out, first, folded.unit)
+
+    def _shares(self, words: int) -> int:
+        """Shares of the words that are summed over apart, so that their sums are an eighth of a chunk at most."""
+        shares = min(words // (8 * max(self.weight.shape[1], 1)), MOST_SHARES)
+        # Equal ones, of which none is empty.
+        return -(-words // -(-words // shares)) if shares else 0
 
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:
         if left.dtype == out.dtype:

@@ -1,8 +1,11 @@
-/* The passes over a tile of float32 logits [words, rows] that torch needs several operators for, each reading memory
- * once: E = exp(z - shift), its sum over words, and that of E * (z - shift).
+/* What chunk mode does on a CPU with more threads or fewer passes over memory than torch's operators, in float32:
  *
- * Sums are kept apart for strips of words, so that neither the number of threads nor the width of a tile changes a
- * digit. passes.py says what the arguments are. No Python header is needed: ctypes calls the functions.
+ * - products of matrices, cut into tiles that the threads take one by one, each tile by the BLAS that torch brings along.
+ *   A thread that another process holds up delays its own tile only.
+ * - exponentials of a tile of logits [words, rows] and their sums, in one pass over memory. Sums are kept apart for
+ *   strips of words, so that neither the number of threads nor the width of a tile changes a digit.
+ *
+ * native.py says what the arguments are. No Python header is needed: ctypes calls the functions.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -26,8 +29,36 @@
 /* Below this many numbers threads cost more than they bring. */
 #define SERIAL 32768
 
-/* What passes.py expects of the arguments; a library that was built from an older source has another number. */
-int rlloss_passes_version(void) { return 1; }
+/* What native.py expects of the arguments; a library that was built from an older source has another number. */
+int rlloss_native_version(void) { return 1; }
+
+/* BLAS as Fortran calls it: matrices are stored by columns. */
+typedef void gemm(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const float *alpha,
+                  const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
+                  const int *ldc);
+
+/* C = op(A) op(B) + beta C in tiles of `width` words, of which there are `words`: they are the columns of the product,
+ * or (inner) what is summed over, and then each tile has a C of its own. */
+typedef struct {
+    char trans_a, trans_b;
+    int m, n, k, lda, ldb, ldc, words, width, inner;
+    float beta;
+    const float *a, *b;
+    float *c;
+    size_t a_step, b_step, c_step; /* From one tile to the next, numbers. */
+} product;
+
+void rlloss_multiply(gemm *multiply, const product *p, int threads) {
+    const int tiles = (p->words + p->width - 1) / p->width;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int t = 0; t < tiles; t++) {
+        const int first = t * p->width, count = p->words - first < p->width ? p->words - first : p->width;
+        const int n = p->inner ? p->n : count, k = p->inner ? count : p->k;
+        const float one = 1.0f;
+        multiply(&p->trans_a, &p->trans_b, &p->m, &n, &k, &one, p->a + t * p->a_step, &p->lda, p->b + t * p->b_step,
+                 &p->ldb, &p->beta, p->c + t * p->c_step, &p->ldc);
+    }
+}
 
 /* exp(q) within 1.3 units in the last place; infinite from 88.4 on, 0 below -87 (no subnormal numbers); NaN for NaN. */
 ALWAYS_INLINE float exponential(float q) {
