@@ -26,6 +26,9 @@
  * and a row's digits would depend on its place. */
 #define LANES 16
 
+/* Words whose sum is formed first. */
+#define GROUP 16
+
 /* Below this many numbers threads cost more than they bring. */
 #define SERIAL 32768
 
@@ -37,26 +40,23 @@ typedef void gemm(const char *trans_a, const char *trans_b, const int *m, const 
                   const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
                   const int *ldc);
 
-/* C = op(A) op(B) + beta C in tiles of `width` words, of which there are `words`: they are the columns of the product,
- * or (inner) what is summed over, and then each tile has a C of its own. */
+/* C = op(A) B + beta C, where the columns of B and C are words, `width` of them at a time. */
 typedef struct {
-    char trans_a, trans_b;
-    int m, n, k, lda, ldb, ldc, words, width, inner;
+    char trans_a;
+    int m, k, words, width, lda, ldb, ldc;
     float beta;
     const float *a, *b;
     float *c;
-    size_t a_step, b_step, c_step; /* From one tile to the next, numbers. */
 } product;
 
 void rlloss_multiply(gemm *multiply, const product *p, int threads) {
     const int tiles = (p->words + p->width - 1) / p->width;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int t = 0; t < tiles; t++) {
-        const int first = t * p->width, count = p->words - first < p->width ? p->words - first : p->width;
-        const int n = p->inner ? p->n : count, k = p->inner ? count : p->k;
+        const int first = t * p->width, words = p->words - first < p->width ? p->words - first : p->width;
         const float one = 1.0f;
-        multiply(&p->trans_a, &p->trans_b, &p->m, &n, &k, &one, p->a + t * p->a_step, &p->lda, p->b + t * p->b_step,
-                 &p->ldb, &p->beta, p->c + t * p->c_step, &p->ldc);
+        multiply(&p->trans_a, "N", &p->m, &words, &p->k, &one, p->a, &p->lda, p->b + (size_t)first * p->ldb, &p->ldb,
+                 &p->beta, p->c + (size_t)first * p->ldc, &p->ldc);
     }
 }
 
@@ -101,20 +101,34 @@ ALWAYS_INLINE void sum_lanes(float *logits, const float *less, float *total, flo
     }
 }
 
+/* Adds a block's part to its total, and begins a new one. */
+ALWAYS_INLINE void add_lanes(float *total, float *part) {
+    for (int c = 0; c < BLOCK; c++) {
+        total[c] += part[c];
+        part[c] = 0.0f;
+    }
+}
+
 ALWAYS_INLINE void sum_words(float *logits, const strip *to, int keep, int weigh) {
     for (size_t first = 0; first < to->rows; first += BLOCK) {
         const size_t count = to->rows - first < BLOCK ? to->rows - first : BLOCK;
         const size_t whole = count / LANES * LANES, rest = (count - whole) * sizeof(float);
         _Alignas(64) float less[BLOCK] = {0}, total[BLOCK] = {0}, weighted[BLOCK] = {0}, last[LANES] = {0};
+        _Alignas(64) float part[BLOCK] = {0}, weighted_part[BLOCK] = {0};
         memcpy(less, to->shift + first, count * sizeof *less);
         for (size_t word = 0; word < to->words; word++) {
             float *row = logits + word * to->rows + first;
             for (size_t c = 0; c < whole; c += LANES)
-                sum_lanes(row + c, less + c, total + c, weighted + c, keep, weigh);
+                sum_lanes(row + c, less + c, part + c, weighted_part + c, keep, weigh);
             if (rest) {
                 memcpy(last, row + whole, rest);
-                sum_lanes(last, less + whole, total + whole, weighted + whole, keep, weigh);
+                sum_lanes(last, less + whole, part + whole, weighted_part + whole, keep, weigh);
                 if (keep) memcpy(row + whole, last, rest);
+            }
+            /* Few numbers at a time: a long sum loses the last digits of a small number. */
+            if ((word + 1) % GROUP == 0 || word + 1 == to->words) {
+                add_lanes(total, part);
+                if (weigh) add_lanes(weighted, weighted_part);
             }
         }
         memcpy(to->sums + first, total, count * sizeof *total);

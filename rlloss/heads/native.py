@@ -25,17 +25,10 @@ class _Product(ctypes.Structure):
 
     _fields_ = (
         ("trans_a", ctypes.c_char),
-        ("trans_b", ctypes.c_char),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "lda", "ldb", "ldc", "words", "width", "inner")),
+        *((name, ctypes.c_int) for name in ("m", "k", "words", "width", "lda", "ldb", "ldc")),
         ("beta", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("a", "b", "c")),
-        *((name, ctypes.c_size_t) for name in ("a_step", "b_step", "c_step")),
     )
-
-    def place(self, a: Tensor, b: Tensor, c: Tensor) -> None:
-        """Says where the operands and the result begin, and how far their rows lie apart."""
-        self.a, self.b, self.c = a.data_ptr(), b.data_ptr(), c.data_ptr()
-        self.lda, self.ldb, self.ldc = a.stride(-2), b.stride(-2), c.stride(-2)
 
 
 def compiled() -> bool:
@@ -95,27 +88,21 @@ def add_weight(numbers: Tensor, hidden: Tensor, out: Tensor, first: bool) -> Non
     _multiply_by_words(b"N", hidden, numbers, out, 0.0 if first else 1.0)
 
 
-def hidden_parts(numbers: Tensor, weight: Tensor, parts: Tensor) -> None:
-    """Writes `numbers^T weight` over each of some equal shares of the words to `parts` `[shares, C, H]`."""
-    words, rows = numbers.shape
-    width = -(-words // parts.shape[0])
-    product = _Product(trans_a=b"N", trans_b=b"T", m=weight.shape[1], n=rows, words=words, width=width, inner=1)
-    product.place(weight, numbers, parts)
-    product.a_step, product.b_step, product.c_step = width * product.lda, width * product.ldb, parts.stride(0)
-    _multiply(product)
-
-
 def _multiply_by_words(trans_a: bytes, rows: Tensor, words: Tensor, out: Tensor, beta: float) -> None:
-    count, inner = words.shape
-    product = _Product(trans_a=trans_a, trans_b=b"N", m=out.shape[1], k=inner, words=count, width=TILE_WORDS, beta=beta)
-    product.place(rows, words, out)
-    product.b_step, product.c_step = TILE_WORDS * product.ldb, TILE_WORDS * product.ldc
-    _multiply(product)
-
-
-def _multiply(product: _Product) -> None:
+    """Computes `out = words op(rows) + beta out`, some rows of `words` and `out` at a time."""
     found = library()
     assert found is not None
+    sizes = (rows, words, out)
+    product = _Product(
+        trans_a,
+        out.shape[1],
+        words.shape[1],
+        words.shape[0],
+        TILE_WORDS,
+        *(part.stride(0) for part in sizes),
+        beta,
+        *(part.data_ptr() for part in sizes),
+    )
     found.rlloss_multiply(sgemm(), ctypes.byref(product), torch.get_num_threads())
 
 

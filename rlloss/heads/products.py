@@ -10,9 +10,6 @@ from torch import Tensor
 from rlloss.heads import native
 from rlloss.heads.memory import large_empty
 
-MOST_SHARES = 32
-"""Most shares of the words that a product is summed over apart."""
-
 
 class Folded(NamedTuple):
     """Hidden rows times a factor each, and the number that was divided out of all of them."""
@@ -72,14 +69,7 @@ class Products:
 
     def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
         """Adds `numbers^T W[words]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
-        weight = self._weight(words)
-        shares = self._shares(numbers.shape[0])
-        if shares < torch.get_num_threads() or not native.multiplies(numbers, weight, out, numbers.shape[0]):
-            self._accumulate(numbers.T, weight, out, first)
-            return
-        parts = large_empty(out, (shares, *out.shape), out.dtype)
-        native.hidden_parts(numbers, weight, parts)
-        torch.sum(parts, dim=0, out=out) if first else out.add_(parts.sum(dim=0))
+        self._accumulate(numbers.T, self._weight(words), out, first)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
@@ -96,12 +86,6 @@ class Products:
             native.add_weight(numbers, folded.rows, out, first)
             return
         self._accumulate(numbers, folded.rows, out, first, folded.unit)
-
-    def _shares(self, words: int) -> int:
-        """Shares of the words that are summed over apart, so that their sums are an eighth of a chunk at most."""
-        shares = min(words // (8 * max(self.weight.shape[1], 1)), MOST_SHARES)
-        # Equal ones, of which none is empty.
-        return -(-words // -(-words // shares)) if shares else 0
 
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:
         if left.dtype == out.dtype:
