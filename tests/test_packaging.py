@@ -91,12 +91,16 @@ def pip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory)
+
+
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built out of a copy, so that nothing is left in the tree."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(ROOT / name, folder / name)
     out = tmp_path_factory.mktemp("wheel")
@@ -121,11 +125,27 @@ def in_place(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {"rlloss", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+    assert tops == {"rlloss", "-".join(wheel.name.split("-")[:2]) + ".dist-info"}
     assert "rlloss/py.typed" in names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rlloss").rglob("*.py")}
     assert modules <= set(names)
+    assert any(name.startswith("rlloss/heads/_native") for name in names) == (shutil.which("cc") is not None)
     assert not [name for name in names if name.endswith((".pyc", ".png")) or "test" in Path(name).name]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_is_installed_and_works(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    made = build(tmp_path_factory)
+    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
+    folder = tmp_path_factory.mktemp("without") / "target"
+    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(made))
+    found = Installed(folder, tmp_path_factory.mktemp("elsewhere") / "site")
+    code = "from rlloss.heads import native\nassert not native.compiled()\n" + STEP.format(folder=str(folder))
+    done = found.run("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

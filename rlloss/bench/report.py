@@ -11,6 +11,7 @@ import torch
 
 from rlloss.bench.measure import Line
 from rlloss.bench.problem import Shape
+from rlloss.heads import native
 
 HEADINGS = ("", "seconds", "ratio", "quartiles", "pairs", "noisy", "peak MiB", "hidden error", "head error")
 
@@ -59,6 +60,7 @@ def write_json(path: Path, shape: Shape, lines: Sequence[Line], missing: dict[st
     content = {
         "shape": asdict(shape),
         "torch": torch.__version__,
+        "compiled": native.compiled(),
         "threads": torch.get_num_threads(),
         "machine": platform.processor() or platform.machine(),
         "lines": [line.summary() for line in lines],
