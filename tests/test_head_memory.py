@@ -53,6 +53,8 @@ def test_small_buffers_make_room_before_large_ones() -> None:
     del large, small
     held = take(4)
     assert rlloss.release_buffers() == 4000
+    del held
+    assert rlloss.release_buffers() == 16
     large, small = take(1000), take(10)
     del large, small
     held = take(30)

@@ -129,7 +129,7 @@ def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     assert "rlloss/py.typed" in names
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rlloss").rglob("*.py")}
     assert modules <= set(names)
-    assert any(name.startswith("rlloss/heads/_native") for name in names) == (shutil.which("cc") is not None)
+    assert any(name.startswith("rlloss/heads/csrc/_native") for name in names) == (shutil.which("cc") is not None)
     assert not [name for name in names if name.endswith((".pyc", ".png")) or "test" in Path(name).name]
 
 

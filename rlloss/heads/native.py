@@ -121,7 +121,7 @@ def sgemm() -> int | None:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled part of this installation, or `None`."""
-    spec = importlib.util.find_spec("rlloss.heads._native")
+    spec = importlib.util.find_spec("rlloss.heads.csrc._native")
     return None if spec is None or spec.origin is None else load(spec.origin)
 
 
