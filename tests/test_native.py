@@ -41,13 +41,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def with_native(built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
-    native.sgemm.cache_clear()
     monkeypatch.setattr(native, "library", lambda: built)
-    monkeypatch.setattr(native, "LEAST_PRODUCT", 1)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-    native.sgemm.cache_clear()
 
 
 @pytest.fixture
@@ -117,25 +114,6 @@ def test_no_digit_depends_on_tiles_threads_or_the_place_of_a_row() -> None:
 
 
 @pytest.mark.usefixtures("with_native")
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
-@pytest.mark.parametrize(("words", "rows", "width"), [(1, 1, 1), (513, 3, 5), (1300, 70, 33), (40, 600, 17)])
-def test_products(words: int, rows: int, width: int) -> None:
-    make = torch.Generator().manual_seed(words)
-    weight, hidden = torch.randn(words, width + 3, generator=make)[:, 2:-1], torch.randn(rows, width, generator=make)
-    logits = torch.full((words, rows), torch.nan)
-    assert native.multiplies(weight, hidden, logits, width)
-    native.project(weight, hidden, logits)
-    torch.testing.assert_close(logits.double(), weight.double() @ hidden.double().T, rtol=1e-5, atol=1e-5)
-    numbers = torch.randn(words, rows + 4, generator=make)[:, :rows]
-    total = torch.full((words, width), torch.nan)
-    product = numbers.double() @ hidden.double()
-    native.add_weight(numbers, hidden, total, first=True)
-    torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-4)
-    native.add_weight(numbers, hidden, total, first=False)
-    torch.testing.assert_close(total.double(), 2 * product, rtol=1e-5, atol=2e-4)
-
-
-@pytest.mark.usefixtures("with_native")
 def test_what_is_left_to_torch() -> None:
     plain = torch.zeros(4, 4)
     assert native.takes(plain, plain[:, 1:3])
@@ -144,8 +122,6 @@ def test_what_is_left_to_torch() -> None:
     assert not native.takes(plain[:1].expand(4, 4))
     assert not native.takes(torch.nn.Parameter(plain))
     assert not native.takes(torch.zeros(4, 4, device="meta"))
-    torch.set_num_threads(1)
-    assert not native.multiplies(plain, plain, plain, 4)
 
 
 def test_a_foreign_or_older_library_is_not_used(tmp_path: Path, built: Any, monkeypatch: pytest.MonkeyPatch) -> None:

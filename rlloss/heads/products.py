@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlloss.heads import native
 from rlloss.heads.memory import large_empty
 
 
@@ -51,9 +50,7 @@ class Products:
         """Writes `W[words] hidden^T + bias` to `out`, in the precision of the model's own forward."""
         weight, column = self._weight(words), None if bias is None else bias[words, None]
         if weight.dtype == self.dtype:
-            if column is None and native.multiplies(weight, hidden, out, weight.shape[1]):
-                native.project(weight, hidden, out)
-            elif column is None:
+            if column is None:
                 torch.mm(weight, hidden.T, out=out)
             else:
                 torch.addmm(column, weight, hidden.T, out=out)
@@ -82,9 +79,6 @@ class Products:
 
     def add_weight(self, numbers: Tensor, folded: "Folded", out: Tensor, first: bool) -> None:
         """Adds `numbers folded` to `out`, the words' rows of the weight gradient."""
-        if folded.unit is None and native.multiplies(numbers, folded.rows, out, numbers.shape[1]):
-            native.add_weight(numbers, folded.rows, out, first)
-            return
         self._accumulate(numbers, folded.rows, out, first, folded.unit)
 
     def _accumulate(self, left: Tensor, right: Tensor, out: Tensor, first: bool, unit: Tensor | None = None) -> None:

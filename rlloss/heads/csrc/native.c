@@ -1,11 +1,8 @@
-/* What chunk mode does on a CPU with more threads or fewer passes over memory than torch's operators, in float32:
+/* The passes over a tile of float32 logits [words, rows] that torch needs several operators for, in one pass over memory:
+ * E = exp(z - shift), its sum over words, and that of E * (z - shift).
  *
- * - products of matrices, cut into tiles that the threads take one by one, each tile by the BLAS that torch brings along.
- *   A thread that another process holds up delays its own tile only.
- * - exponentials of a tile of logits [words, rows] and their sums, in one pass over memory. Sums are kept apart for
- *   strips of words, so that neither the number of threads nor the width of a tile changes a digit.
- *
- * native.py says what the arguments are. No Python header is needed: ctypes calls the functions.
+ * Sums are kept apart for strips of words, so that neither the number of threads nor the width of a tile changes a
+ * digit. native.py says what the arguments are. No Python header is needed: ctypes calls the functions.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -34,31 +31,6 @@
 
 /* What native.py expects of the arguments; a library that was built from an older source has another number. */
 int rlloss_native_version(void) { return 1; }
-
-/* BLAS as Fortran calls it: matrices are stored by columns. */
-typedef void gemm(const char *trans_a, const char *trans_b, const int *m, const int *n, const int *k, const float *alpha,
-                  const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
-                  const int *ldc);
-
-/* C = op(A) B + beta C, where the columns of B and C are words, `width` of them at a time. */
-typedef struct {
-    char trans_a;
-    int m, k, words, width, lda, ldb, ldc;
-    float beta;
-    const float *a, *b;
-    float *c;
-} product;
-
-void rlloss_multiply(gemm *multiply, const product *p, int threads) {
-    const int tiles = (p->words + p->width - 1) / p->width;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int t = 0; t < tiles; t++) {
-        const int first = t * p->width, words = p->words - first < p->width ? p->words - first : p->width;
-        const float one = 1.0f;
-        multiply(&p->trans_a, "N", &p->m, &words, &p->k, &one, p->a, &p->lda, p->b + (size_t)first * p->ldb, &p->ldb,
-                 &p->beta, p->c + (size_t)first * p->ldc, &p->ldc);
-    }
-}
 
 /* exp(q) within 1.3 units in the last place; infinite from 88.4 on, 0 below -87 (no subnormal numbers); NaN for NaN. */
 ALWAYS_INLINE float exponential(float q) {
