@@ -18,16 +18,10 @@ def compiled() -> bool:
     return library() is not None
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether these are float32 matrices on a CPU, each row one run of memory, and no subclass is to see them."""
-    return all(
-        type(part) is Tensor
-        and part.device.type == "cpu"
-        and part.dtype == torch.float32
-        and part.stride(1) == 1
-        and part.stride(0) >= part.shape[1]
-        for part in tensors
-    )
+def takes(logits: Tensor) -> bool:
+    """Whether the compiled part is there, and this is a block of float32 memory that no subclass is to see."""
+    plain = type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
+    return plain and logits.is_contiguous() and compiled()
 
 
 def exp_sums(logits: Tensor, shift: Tensor, sums: Tensor, weighted: Tensor | None, strip: int, keep: bool) -> None:
@@ -51,7 +45,10 @@ def exp_sums(logits: Tensor, shift: Tensor, sums: Tensor, weighted: Tensor | Non
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled part of this installation, or `None`."""
-    spec = importlib.util.find_spec("rlloss.heads.csrc._native")
+    try:
+        spec = importlib.util.find_spec("rlloss.heads.csrc._native")
+    except ModuleNotFoundError:
+        return None
     return None if spec is None or spec.origin is None else load(spec.origin)
 
 
