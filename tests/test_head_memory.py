@@ -40,7 +40,7 @@ def test_a_buffer_is_taken_again_when_its_last_view_is_gone() -> None:
     assert take(90, 10).data_ptr() == place
 
 
-@pytest.mark.parametrize("other", [1, 49 * 10, 101 * 10])
+@pytest.mark.parametrize("other", [1, 79 * 10, 101 * 10])
 def test_a_buffer_that_does_not_fit_makes_room(other: int) -> None:
     take(100, 10)
     kept = take(other)

@@ -118,7 +118,9 @@ def _wait(shape: Shape) -> None:
 
 def measure_peak(subject: Subject, shape: Shape) -> float | None:
     """Returns the peak memory of one run above what stood there before, MiB; None where the system does not tell."""
-    subject.run(1)
+    # The gradients of the input that is measured stand there, too.
+    for number in (0, 1):
+        subject.run(number)
     gc.collect()
     if shape.device != "cpu":
         before = torch.cuda.memory_allocated()
