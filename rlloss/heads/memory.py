@@ -46,7 +46,7 @@ class _Pool:
         self._blocks: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
 
     def take(self, size: int) -> memoryview:
-        """Lends the smallest free block that is large enough, and not much larger; else free ones make room for a new one."""
+        """Lends the smallest free block that fits and is not much larger; else free ones make room for a new one."""
         with self._lock:
             fitting = [block for block in self._idle() if size <= len(block) <= size + size // 4]
             if fitting:
