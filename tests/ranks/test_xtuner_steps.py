@@ -22,10 +22,11 @@ WAYS = [
 
 
 def expected(name: str, count: int, coef: float) -> dict[str, Tensor]:
-    """One packed row through plain modules and the formula written out."""
+    """One packed row through plain modules and the formula written out, in float64."""
     ids, labels, advantages = (torch.cat(column, 1) for column in zip(*xtuner_step.sequences(count), strict=True))
     embedding, head = xtuner_step.modules()
-    old_embedding, old_head = xtuner_step.older(embedding, head)
+    modules = (embedding, head, *xtuner_step.older(embedding, head))
+    embedding, head, old_embedding, old_head = (module.double() for module in modules)
     counted = labels != -100
 
     def log_probs(embed: Any, project: Any) -> Tensor:
@@ -64,7 +65,7 @@ def test_loss_and_gradients(name: str, ranks: Ranks) -> None:
         reference = expected(name, accumulation * 2 // sequence_ranks, coef)
         for found in ranks.run(xtuner_step.step, config, accumulation, sequence_ranks):
             for key, right in reference.items():
-                assert torch.allclose(found[key], right, atol=1e-8, rtol=1e-5), (
+                assert torch.allclose(found[key].double(), right, atol=1e-8, rtol=1e-5), (
                     accumulation,
                     sequence_ranks,
                     coef,
