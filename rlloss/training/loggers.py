@@ -26,12 +26,17 @@ class TensorBoardLogger:
     Args:
         folder: Folder of the run.
         config: Not read.
-        done: Steps that are done already: later events of an interrupted run are hidden; at 0 all of them.
+        done: Steps that are done already: later events of an interrupted run are hidden; at 0 its files are removed.
     """
 
     def __init__(self, folder: Path, config: LoggingConfig, done: int = 0) -> None:
         writer = require("torch.utils.tensorboard").SummaryWriter
-        self._events = writer(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
+        events = folder / "tensorboard"
+        if done == 0:
+            # Files of one second are read in the order of their names, where .10 comes before .9: hiding is not enough.
+            for stale in events.glob("events.out.tfevents.*"):
+                stale.unlink()
+        self._events = writer(str(events), purge_step=done + 1 if done else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one scalar for each number."""

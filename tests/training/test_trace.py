@@ -140,6 +140,24 @@ def test_optional_loggers_are_called_as_they_are_made_to_be(
         assert inits[0]["id"] == inits[1]["id"] and " " not in inits[0]["id"] and inits[0]["mode"] == "offline"
 
 
+def test_events_of_a_run_that_starts_over_are_gone(tmp_path: Path) -> None:
+    """Also where both started in one second: then TensorBoard reads them in the order of their names."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(loggers=("tensorboard",))
+    for last in range(1, 13):
+        (logger,) = make_loggers(tmp_path, config)
+        for step in range(1, last + 1):
+            logger.log(step, {"grpo/loss": float(last)})
+        logger.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("grpo/loss")] == [(n, 12.0) for n in range(1, 13)]
+    (tmp_path / "tensorboard" / "mine.txt").write_text("kept")
+    (resumed,) = make_loggers(tmp_path, config, 12)
+    resumed.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_logger_that_is_not_installed_says_how(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
