@@ -253,8 +253,8 @@ def test_f04_bf16_log_probs_agree_across_modes() -> None:
             assert log_probs.max() <= 0.0
 
 
-# Eager mode multiplies as the model does, and MKL sums a product of fewer than ten rows or columns term by term on some
-# processors; chunk mode sums a small head in float64.
+# Eager mode multiplies as the model does, and MKL may sum small products term by term (on some processors all of fewer
+# than ten rows or columns); chunk mode sums a small head in float64.
 million_tokens = pytest.mark.parametrize(("mode", "width"), [("eager", 16), ("chunk", 16), ("chunk", 2)])
 
 
@@ -339,5 +339,8 @@ def test_f06_a_million_tokens(mode: Any, width: int) -> None:
     log_p = (rows @ weight.double().T).log_softmax(-1)
     assert step.loss == pytest.approx(-float(log_p.gather(1, targets[0][:, None]).mean()), rel=1e-6)
     slope = (log_p.exp() - torch.nn.functional.one_hot(targets[0], width + 1)) / 1e6
-    for found, true in ((step.weight_grad, slope.T @ rows), (step.hidden_grads[0][0], slope @ weight.double())):
-        assert (found - true).abs().max() <= 3e-6 * true.abs().max()
+    true = slope.T @ rows
+    own_product = (slope.float().T @ hidden[0] - true).abs().max() if mode == "eager" else 0.0
+    assert (step.weight_grad - true).abs().max() <= 3e-6 * true.abs().max() + 2 * own_product
+    true = slope @ weight.double()
+    assert (step.hidden_grads[0][0] - true).abs().max() <= 3e-6 * true.abs().max()

@@ -64,10 +64,13 @@ def test_packed_sequences_by_their_positions(name: str) -> None:
     config = hf.configure(LogProbConfig(mode="chunk"), model)
     with torch.no_grad():
         whole = hf.evaluate(model, config.build({"shifted_labels": labels}), given[0]).loss
+        across = hf.evaluate(model, config.build({"shifted_labels": labels}), {"input_ids": ids}).loss
+        assert (whole - across)[:, 4:8].abs().min() > 1e-4
         for part in (slice(0, 4), slice(4, 9)):
             context = config.build({"shifted_labels": labels[:, part]})
             alone = hf.evaluate(model, context, {"input_ids": ids[:, part]}).loss
-            torch.testing.assert_close(whole[:, part], alone, rtol=0, atol=1e-10)
+            # Norms and attention of these models are float32 inside, where a last digit may hang on the row's length.
+            torch.testing.assert_close(whole[:, part], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
