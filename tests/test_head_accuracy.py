@@ -14,16 +14,23 @@ import torch
 from torch import Tensor
 
 from rlloss import CELossConfig, Totals
-from rlloss.heads import products
+from rlloss.heads import native, products
 from rlloss.heads.products import Products
 
 CHUNKS = [16, 64, 256, 1024, None]
 STEP_TOKENS = 2.0**18
 
 
-@pytest.fixture(params=["cpu", "device"])
+@pytest.fixture(params=["here", "cpu", "device"])
 def operands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The products as they are here, and as a CUDA device forms them: 16-bit operands, float32 sums, one tile."""
+    """The products as they are here, as on any CPU, and as a CUDA device forms them.
+
+    That is with 16-bit operands, float32 sums, and one tile.
+    """
+    if request.param != "here":
+        monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    elif not native.multiplies_bfloat16():
+        pytest.skip("no products of bfloat16 numbers here")
     if request.param == "device":
         made = Products.__init__
 

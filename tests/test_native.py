@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +12,6 @@ from torch import Tensor
 from rlloss import CELossConfig, GRPOLossConfig
 from rlloss.heads import native, passes
 from small_tiles import cut_into_tiles
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The compiled part, built from the source with the options of pyproject.toml."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    (module,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    out = tmp_path_factory.mktemp("native") / "native.so"
-    sources = [str(ROOT / source) for source in module["sources"]]
-    options = [*module["extra-compile-args"], *module["extra-link-args"], "-shared", "-fPIC", "-Wall", "-Wextra"]
-    found = subprocess.run([compiler, *sources, *options, "-o", str(out)], capture_output=True, text=True, check=False)
-    if "fopenmp" in found.stderr:
-        pytest.skip("no OpenMP")
-    assert found.returncode == 0, found.stderr
-    assert "warning" not in found.stderr
-    return native.load(str(out))
-
-
-@pytest.fixture
-def with_native(built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.get_num_threads()
-    monkeypatch.setattr(native, "library", lambda: built)
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
 
 
 def draw(words: int, rows: int, scale: float = 5.0) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The compiled part of chunk mode on a CPU (`native.c`), where a C compiler was at hand when rlloss was installed.
+"""The compiled part of chunk mode on a CPU (`csrc/`), where a C compiler was at hand when rlloss was installed.
 
 Without it, and for tensors that it does not take, torch's operators do the same.
 """
@@ -10,7 +10,23 @@ import importlib.util
 import torch
 from torch import Tensor
 
-_VERSION = 1
+_VERSION = 2
+
+
+class Head(ctypes.Structure):
+    """A head and one chunk, as `bf16.c` has them; places are those of numbers in memory."""
+
+    _fields_ = [
+        ("words", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("weight", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("chunk", ctypes.c_void_p),
+        ("stride", ctypes.c_size_t),
+        ("work", ctypes.c_void_p),
+        ("threads", ctypes.c_int),
+    ]
 
 
 def compiled() -> bool:
@@ -42,6 +58,12 @@ def exp_sums(logits: Tensor, shift: Tensor, sums: Tensor, weighted: Tensor | Non
     found.rlloss_exp_sums(logits.data_ptr(), *logits.shape, *places, strip, int(keep), torch.get_num_threads())
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the compiled part is there, and this processor multiplies pairs of bfloat16 numbers."""
+    found = library()
+    return found is not None and bool(found.rlloss_bf16_available())
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled part of this installation, or `None`."""
@@ -60,7 +82,14 @@ def load(path: str) -> ctypes.CDLL | None:
             return None
     except (OSError, AttributeError):
         return None
-    number, size, place = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+    number, size, place, head = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.POINTER(Head)
     found.rlloss_exp_sums.argtypes = [place, size, size, place, place, place, size, number, number]
     found.rlloss_exp_sums.restype = None
+    if found.rlloss_bf16_available():
+        found.rlloss_bf16_workspace.argtypes, found.rlloss_bf16_workspace.restype = [head], size
+        found.rlloss_bf16_project.argtypes = [head, place, number]
+        found.rlloss_bf16_add_weight.argtypes = [head, place, place, number]
+        found.rlloss_bf16_add_hidden.argtypes = [head, place, number]
+        for function in (found.rlloss_bf16_project, found.rlloss_bf16_add_weight, found.rlloss_bf16_add_hidden):
+            function.restype = None
     return found

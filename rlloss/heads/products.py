@@ -14,14 +14,14 @@ SMALL_HEAD = 1 << 14
 
 
 class Folded(NamedTuple):
-    """Hidden rows times a factor each, and the number that was divided out of all of them."""
+    """Hidden rows times a factor each, less what was divided out: one number of all, or one of each row."""
 
     rows: Tensor
     unit: Tensor | None
 
 
 class Products:
-    """Multiplies with one head weight.
+    """Multiplies with one head weight, by torch's products.
 
     On a CPU 16-bit operands are multiplied in float32, tile by tile: processors without 16-bit matrix units are several
     times slower in them, and the result is the more exact one. Elsewhere the products take 16-bit operands, and give
@@ -31,19 +31,31 @@ class Products:
         weight: `[V, H]`, without a graph.
         dtype: float32 or float64, of logits and sums.
         exact_logits: Form logits in `dtype` even out of 16-bit inputs; otherwise they are rounded as the model's are.
+
+    Attributes:
+        converts: Whether operands are converted on the way, some words at a time.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, exact_logits: bool) -> None:
         self.weight, self.dtype = weight, dtype
-        self.narrow = weight.dtype != dtype
-        self.rounds = self.narrow and not exact_logits
+        self.converts = weight.dtype != dtype
+        self.rounds = self.converts and not exact_logits
         self.on_cpu = weight.device.type == "cpu"
         self.operand_dtype = dtype if self.on_cpu else weight.dtype
         self._tile = weight.new_empty(0, dtype=dtype)
 
-    def operand(self, numbers: Tensor) -> Tensor:
-        """Returns hidden states, or columns of the chunk, in the dtype of the products."""
-        return numbers.to(self.operand_dtype)
+    @property
+    def labels_apart(self) -> bool:
+        """Whether the labels' numbers stay out of the chunk, since the largest of a row is not rounded to 16 bits."""
+        return self.operand_dtype != self.dtype
+
+    def operand(self, hidden: Tensor) -> Tensor:
+        """Returns hidden states in the dtype of the products."""
+        return hidden.to(self.operand_dtype)
+
+    def numbers(self, chunk: Tensor) -> Tensor:
+        """Returns some words of the chunk as `add_hidden` and `add_weight` take them."""
+        return chunk.to(self.operand_dtype)
 
     def new_buffer(self, size: int) -> Tensor:
         """Returns uninitialised memory for `size` numbers."""
@@ -68,12 +80,16 @@ class Products:
                 out.add_(column)
 
     def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
-        """Adds `numbers^T W[words]`, of operands, to `out` `[C, H]`, or writes it when it is the first."""
+        """Adds `numbers^T W[words]` to `out` `[C, H]`, or writes it when it is the first."""
         self._accumulate(numbers.T, self._weight(words), out, first)
+
+    def lost(self, labels: Tensor) -> Tensor | None:
+        """Returns what `add_hidden` leaves out of the labels' numbers `[C]`, or `None`: nothing."""
+        return labels if self.labels_apart else None
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
-        folded = large_empty(hidden, tuple(hidden.shape), hidden.dtype)
+        folded = large_empty(hidden, tuple(hidden.shape), self.dtype)
         torch.mul(hidden, factor[:, None], out=folded)
         if self.operand_dtype != torch.float16:
             return Folded(folded.to(self.operand_dtype), None)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rlloss.distributed import all_reduce_sum
+from rlloss.heads.bfloat16 import products_of
 from rlloss.heads.buffer import ChunkLogits
 from rlloss.heads.inputs import HeadInputs, HeadOptions
 from rlloss.heads.memory import large_empty
-from rlloss.heads.products import Products
 from rlloss.heads.softmax import RowGradients, RowStats, Transform, label_gradient, off_label_gradient_
 
 CHUNK_BYTES = 256 << 20
@@ -44,7 +44,7 @@ class Sweep:
         bias = None if inputs.bias is None else inputs.bias.detach().to(self.dtype)
         self.transform = Transform(bias, options.logit_scale, options.logit_softcap)
         self.wants_gradients = any(wanted)
-        self.products = Products(weight, self.dtype, options.float32_logits)
+        self.products = products_of(weight, self.dtype, options.float32_logits)
         vocabulary = weight.shape[0]
         # Ranks of one vocabulary must walk over the same chunks, also where one holds a word more than another.
         whole = vocabulary if inputs.vocab is None else inputs.vocab.total
@@ -156,42 +156,46 @@ class Sweep:
 
     def _accumulate(self, rows: Rows, factor: Tensor, labels: Tensor, target: Tensor) -> None:
         """Adds `-factor` times the chunk, with `target` at the labels, times W or h."""
-        wide_operand = self.products.operand_dtype == self.dtype
-        if wide_operand:
+        products = self.products
+        if not products.labels_apart:
             self.logits.put_words(labels[:, None], target[:, None])
-        hidden = self._hidden(rows).to(self.dtype)
-        folded = self.products.fold(hidden, -factor)
-        gradient = large_empty(hidden, tuple(hidden.shape), hidden.dtype) if self.grad_hidden is not None else None
+        hidden = self._hidden(rows)
+        folded = products.fold(hidden, -factor)
+        gradient = large_empty(hidden, tuple(hidden.shape), self.dtype) if self.grad_hidden is not None else None
         first = self._untouched
         # Operands that are converted on the way are converted some words at a time.
-        for piece in self.logits.pieces(factor.shape[0], whole=not self.products.narrow):
-            words, numbers = slice(piece.start, piece.stop), self.products.operand(piece.numbers)
+        for piece in self.logits.pieces(factor.shape[0], whole=not products.converts):
+            words, numbers = slice(piece.start, piece.stop), products.numbers(piece.numbers)
             if gradient is not None:
-                self.products.add_hidden(numbers, words, gradient, piece.start == 0)
+                products.add_hidden(numbers, words, gradient, piece.start == 0)
             if self.grad_weight is not None:
-                self.products.add_weight(numbers, folded, self.grad_weight[words], first)
+                products.add_weight(numbers, folded, self.grad_weight[words], first)
             if self.grad_bias is not None:
                 self.grad_bias[words].addmv_(piece.numbers, -factor)
         self._untouched = False
-        if not wide_operand:
-            # The largest number of a row is not rounded to 16 bits.
-            self._add_label_part(gradient, hidden, labels, target, -factor)
+        if products.labels_apart:
+            self._add_labels(hidden, labels, -factor * target)
         if gradient is not None:
+            lost = products.lost(target)
+            if lost is not None:
+                own, lost = self._own(labels, lost)
+                gradient.addcmul_(products.weight.index_select(0, own).to(self.dtype), lost[:, None])
             self._store_hidden(rows, gradient, -factor[:, None])
 
-    def _add_label_part(
-        self, gradient: Tensor | None, hidden: Tensor, labels: Tensor, part: Tensor, factor: Tensor
-    ) -> None:
-        if self.inputs.vocab is not None:
-            labels, mine = self.inputs.vocab.local(labels)
-            part = torch.where(mine, part, 0.0)
-        if gradient is not None:
-            gradient.addcmul_(self.products.weight.index_select(0, labels).to(self.dtype), part[:, None])
-        part = factor * part
+    def _add_labels(self, hidden: Tensor, labels: Tensor, part: Tensor) -> None:
+        """Adds the labels' part of the gradients of weight and bias."""
+        labels, part = self._own(labels, part)
         if self.grad_weight is not None:
-            self.grad_weight.index_add_(0, labels, hidden * part[:, None])
+            self.grad_weight.index_add_(0, labels, hidden.to(self.dtype) * part[:, None])
         if self.grad_bias is not None:
             self.grad_bias.index_add_(0, labels, part)
+
+    def _own(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns labels as rows of the weight that is here, and numbers, 0 for labels that other ranks hold."""
+        if self.inputs.vocab is None:
+            return labels, numbers
+        labels, mine = self.inputs.vocab.local(labels)
+        return labels, torch.where(mine, numbers, 0.0)
 
     def _store_hidden(self, rows: Rows, gradient: Tensor, factor: Tensor) -> None:
         assert self.grad_hidden is not None

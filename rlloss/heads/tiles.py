@@ -73,7 +73,7 @@ def choose_tiles(products: Products, chunk_size: int, keep: bool, alone: bool) -
 
     def tiling(rows: int) -> Tiling:
         width = tile_width(vocabulary, rows, chunk)
-        if products.narrow:
+        if products.converts:
             # The words of a tile that are converted for its product are half a chunk at most.
             width = min(width, tile_width(vocabulary, hidden, max(chunk // 2, SAMPLE_WORDS * hidden)))
         return Tiling(vocabulary, width)
