@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from math import prod
 from typing import Any
 
 import pytest
@@ -124,6 +127,34 @@ def test_no_digit_depends_on_threads_or_the_place_of_a_row() -> None:
     again = torch.empty(600, 300)
     products.add_weight(numbers, products.fold(hidden, torch.ones(530)), again, True)
     assert again.equal(total)
+
+
+def before_a_forbidden_page(values: Tensor) -> Tensor:
+    """A copy whose last number is the last one of a page, before one that nobody may read."""
+    size = prod(values.shape) * values.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return (
+        torch.frombuffer(memory, dtype=values.dtype, count=values.numel(), offset=pages - size)
+        .view_as(values)
+        .copy_(values)
+    )
+
+
+@pytest.mark.usefixtures("compiled")
+@every_shape
+def test_nothing_is_read_or_written_beyond_the_tensors(rows: int, words: int, width: int) -> None:
+    """The process would end."""
+    hidden, weight, numbers = (before_a_forbidden_page(part) for part in draw(rows, words, width))
+    products = made(weight)
+    sums, total = (before_a_forbidden_page(torch.zeros(size, width)) for size in (rows, words))
+    products.add_hidden(numbers, slice(0, words), sums, True)
+    factor = before_a_forbidden_page(torch.ones(rows))
+    products.add_weight(numbers, products.fold(hidden, factor), total, True)
+    products.project(hidden, slice(0, words), numbers, before_a_forbidden_page(torch.zeros(words)))
+    assert_sums(numbers, weight, hidden.T, 1e-6)
 
 
 @pytest.mark.usefixtures("compiled")
