@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rlloss: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("rlloss: stopped at once, nothing was saved after the last checkpoint\n")
+        sys.stderr.write("rlloss: stopped at once; of a training run the last checkpoint is left\n")
         return INTERRUPTED
 
 
@@ -135,8 +136,18 @@ def launcher() -> list[str]:
     """Returns the words that start this process again, on as many ranks."""
     world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world == "1":
-        return ["rlloss"]
-    return ["torchrun", *(["--nproc-per-node", world] if here == world else ["..."]), "-m", "rlloss"]
+        return _program("rlloss", "rlloss")
+    ranks = ["--nproc-per-node", world] if here == world else ["..."]
+    return [*_program("torchrun", "torch.distributed.run"), *ranks, "-m", "rlloss"]
+
+
+def _program(name: str, module: str) -> list[str]:
+    """Returns the words that start a program: its name, or this Python with a module where a shell does not find it."""
+    if shutil.which(name):
+        return [name]
+    # Not resolved: the link in a virtual environment is what makes it one.
+    python = Path(sys.executable)
+    return [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python), "-m", module]
 
 
 def _numbered(stem: str, number: int) -> Path:

@@ -72,12 +72,20 @@ def _measure(chosen: list[Subject], shape: Shape, plan: Plan, exact: Any, neighb
     from rich.progress import Progress
 
     lines = [Line(subject.name) for subject in chosen]
-    with Progress(console=Console(stderr=True)) as progress, busy_neighbour(neighbour) as pid:
+    console = Console(stderr=True)
+    with Progress(console=console) as progress, busy_neighbour(neighbour) as pid:
         task = progress.add_task("measuring", total=len(chosen) * plan.pairs)
         for number, (subject, line) in enumerate(zip(chosen, lines, strict=True)):
-            progress.update(task, description=subject.name, completed=number * plan.pairs)
+
+            def show(line: Line = line, done: int = number * plan.pairs) -> None:
+                noisy = f", {line.noisy} of {plan.most} noisy" if line.noisy else ""
+                progress.update(task, description=f"{line.name}{noisy}", completed=done + len(line.ratios))
+
+            show()
             if exact is not None:
                 measure_errors(subject, line, exact)
             line.peak_mib = measure_peak(subject, shape)
-            measure_times(subject, line, shape, plan, pid, lambda: progress.advance(task))
+            measure_times(subject, line, shape, plan, pid, show)
+            if not console.is_terminal:
+                console.print(f"{line.name}: {len(line.ratios)} pairs, {line.noisy} noisy", highlight=False)
     return lines

@@ -27,9 +27,13 @@ def load_config(path: str | Path, kind: type[M], overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: The file is missing or broken, or has no such `config`, or an override does not fit.
     """
-    config = _module_variables(Path(path)).get("config")
+    variables = _module_variables(Path(path))
+    config = variables.get("config")
     if config is None:
-        raise ConfigError(f"{path} defines no `config`. Add a line: config = {kind.__name__}(...)")
+        alike = next((name for name, value in variables.items() if isinstance(value, kind)), None)
+        example = "GRPOLossConfig" if kind is StrictModel else kind.__name__
+        way_out = f"Add a line: config = {example}(...)" if alike is None else f"Call {alike!r} config."
+        raise ConfigError(f"{path} defines no `config`. {way_out}")
     if not isinstance(config, kind):
         raise ConfigError(f"{path}: `config` is a {type(config).__name__}, expected a {kind.__name__}.")
     return override(config, overrides)
@@ -76,6 +80,10 @@ def _module_variables(path: Path) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file. A config file ends in .py.")
+    for folder in (str(path.resolve().parent), str(Path.cwd())):
+        # As for a script and for `python -m`; last, so that no module of a package is hidden.
+        if folder not in sys.path:
+            sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that classes which the file defines can be pickled
     try:

@@ -35,11 +35,15 @@ def ratio_of(log_prob, old_log_prob):
     return (log_prob - old_log_prob).clamp(-20, 20).exp()
 
 
-def batch_mean(log_prob, old_log_prob, advantages):
+def plain_mean(log_prob, old_log_prob, advantages):
     return -(advantages * ratio_of(log_prob, old_log_prob)).mean()
 
 
-def unweighted_sum(log_prob, old_log_prob, advantages):
+def batch_mean(log_prob, old_log_prob, advantages, loss_weights):
+    return -(advantages * ratio_of(log_prob, old_log_prob)).mean()
+
+
+def unweighted_sum(log_prob, old_log_prob, advantages, loss_weights):
     return -(advantages * ratio_of(log_prob, old_log_prob)).sum()
 
 
@@ -185,6 +189,7 @@ BROKEN = [
         {"level": "sequence"}, tokens=2,
     ),
     Broken("sum without weights", ("weights",), "ignores the weights", unweighted_sum),
+    Broken("mean that never saw the weights", ("runs",), "never saw the weights of the tokens", plain_mean),
     Broken("detached ratio", ("gradient",), "surrogate=True", detached_ratio),
     Broken("wrong sign", ("direction",), "against the advantage", flipped),
     Broken("wrong sign for bad tokens", ("direction",), "against the advantage", flipped_for_negative),

@@ -49,7 +49,9 @@ def test_the_command_writes_a_table_and_files(tmp_path: Path, capsys: pytest.Cap
     arguments = ["bench", "--tokens", "64", "--hidden", "8", "--vocabulary", "40", "--chunk-size", "16"]
     arguments += ["--pairs", "2", "--most", "4", "--others", "9", "--only", "rlloss", "--output", str(tmp_path)]
     assert main(arguments) == 0
-    assert "rlloss chunk" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "rlloss chunk" in printed.out
+    assert "rlloss chunk: 2 pairs, 0 noisy" in printed.err
     content = json.loads((tmp_path / "bench.json").read_text())
     chunk = content["lines"][0]
     assert len(chunk["ratios"]) == 2
@@ -62,8 +64,11 @@ def test_pairs_beside_a_busy_process_are_thrown_away() -> None:
     assert before.others_until(later) == pytest.approx(0.75 / (os.cpu_count() or 1))
     plan, line = Plan(pairs=2, most=3, others_allowed=-1.0), Line("x")
     work = torch.randn(200, 200)
-    measure_times(Subject("x", lambda i: (work @ work, None), lambda i: None), line, SMALL, plan, None, lambda: None)
+    shown: list[int] = []
+    subject = Subject("x", lambda i: (work @ work, None), lambda i: None)
+    measure_times(subject, line, SMALL, plan, None, lambda: shown.append(line.noisy))
     assert (line.ratios, line.noisy, line.ratio) == ([], 3, None)
+    assert shown == [1, 2, 3]  # or the bar would stand still on a busy machine, without a word
 
 
 def test_a_line_is_the_time_of_the_subject_over_that_of_its_products() -> None:

@@ -75,6 +75,7 @@ def test_a_fault_is_found_with_a_small_input(broken):
     assert sum(len(columns["labels"]) for columns in first.example) <= broken.tokens
     for fault in faults.values():
         assert len(fault.example) <= 2 and all(len(columns["labels"]) <= 3 for columns in fault.example)
+        assert len(fault.table().splitlines()) == 1 + sum(len(columns["labels"]) for columns in fault.example)
         with pytest.raises((AssertionError, RLLossError, RuntimeError, KeyError)):
             run_snippet(fault, config)
 

@@ -3,6 +3,8 @@
 import argparse
 import math
 import shlex
+import shutil
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,9 +311,17 @@ def test_a_config_file_that_exits(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "config.py cannot be run: SystemExit: 0" in capsys.readouterr().err
 
 
-def test_the_command_that_resumes_can_be_pasted_into_a_shell() -> None:
+def test_the_command_that_resumes_can_be_pasted_into_a_shell(monkeypatch: Any) -> None:
     chosen = "grpo.loss.policy_loss_cfg={'loss_type': 'gspo'}"
     options = argparse.Namespace(config="my config.py", set=[chosen, "seed=1"])
+    # `make train` runs without the environment's programs on the path.
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    away = shlex.split(resume_command(options, Path("a run")))
+    python = Path(sys.executable)
+    assert python in (Path(away[0]), Path.cwd() / away[0])
+    assert away[1:3] == ["-m", "rlloss"]
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     words = shlex.split(resume_command(options, Path("a run")))
+    assert words[1:] == away[3:]
     assert words[:3] == ["rlloss", "train", "my config.py"]
     assert words[3:] == ["--set", chosen, "--set", "seed=1", "--output", "a run", "--resume"]

@@ -97,9 +97,9 @@ def measure_times(
         others = before.others_until(usage(neighbour))
         if others is not None and others > plan.others_allowed:
             line.noisy += 1
-            continue
-        line.seconds.append(times[subject.run])
-        line.ratios.append(times[subject.run] / times[subject.baseline])
+        else:
+            line.seconds.append(times[subject.run])
+            line.ratios.append(times[subject.run] / times[subject.baseline])
         tick()
 
 

@@ -43,13 +43,14 @@ class Finding:
 
     def table(self) -> str:
         """Returns the example, one line for each token."""
-        columns: dict[str, list[str]] = {}
-        for name, one in zip(names_of(self.example), self.example, strict=True):
-            shown = _shown(one)
-            length = len(one["labels"])
-            cells = {"sequence": [name] * length, "token": [str(index) for index in range(length)], **shown}
-            for column, values in cells.items():
-                columns.setdefault(column, []).extend(values)
+        shown = [_shown(one) for one in self.example]
+        columns: dict[str, list[str]] = {"sequence": [], "token": []}
+        for name, one in zip(names_of(self.example), shown, strict=True):
+            length = len(one["log_prob"])
+            cells = {"sequence": [name] * length, "token": [str(index) for index in range(length)], **one}
+            for column in dict.fromkeys(["sequence", "token", *(name for each in shown for name in each)]):
+                # A sequence whose tokens all count does not say so.
+                columns.setdefault(column, []).extend(cells.get(column, ["1" if column == "counted" else ""] * length))
         widths = {name: max(len(name), *map(len, values)) for name, values in columns.items()}
         rows = [list(columns), *zip(*columns.values(), strict=True)]
         return "\n".join(

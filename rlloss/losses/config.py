@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlloss.errors import ConfigError, nearest
+from rlloss.errors import ConfigError
 from rlloss.heads import HeadOptions
 from rlloss.losses.kwargs import BaseLossKwargs
+from rlloss.losses.peer_fields import choice_hint, field_hint
 from rlloss.losses.terms import LEVELS, Level, Term
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _fields_at(model, item["loc"][:-1])
-        return f"{model.__name__}: unknown field {path!r}.{nearest(str(item['loc'][-1]), known)}"
+        return f"{model.__name__}: unknown field {path!r}.{field_hint(str(item['loc'][-1]), known)}"
     cause = item.get("ctx", {}).get("error") if item["type"] != "json_invalid" else item["msg"]
     if isinstance(cause, ConfigError):
         return str(cause) if str(cause).startswith(model.__name__) else f"{model.__name__}: {cause}"
@@ -95,7 +96,7 @@ def _sentence(model: type[BaseModel], item: Mapping[str, Any]) -> str:
         return f"{model.__name__}: field {path!r} is required"
     given = repr(item["input"]) if len(repr(item["input"])) < 100 else f"{repr(item['input'])[:97]}..."
     choices = re.findall("'([^']*)'", item["ctx"]["expected"]) if item["type"] == "literal_error" else []
-    hint = nearest(str(item["input"]), choices)
+    hint = choice_hint(item["input"], choices)
     return f"{model.__name__}: {path + '=' if path else ''}{given}: {item['msg']}{'.' if hint else ''}{hint}"
 
 

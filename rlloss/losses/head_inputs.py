@@ -32,7 +32,9 @@ def head_inputs(context: Any, tensors: tuple[Tensor, Tensor, Tensor | None], voc
     weight, bias, shard = shard_vocabulary(weight, bias, labels, vocab)
     vocabulary = int(weight.shape[0]) if shard is None else shard.total
     facts = context.label_facts
-    if facts.count and weight.ndim == 2 and vocabulary and facts.highest >= vocabulary:
+    # A head that is not [V, H] has an error of its own.
+    fits = weight.ndim == 2 and vocabulary and hidden.shape[-1:] == weight.shape[1:]
+    if facts.count and fits and facts.highest >= vocabulary:
         raise BatchError(
             f"shifted_labels contains {facts.highest}, but head_weight has {vocabulary} rows. Check the "
             f"tokenizer, or mark the token with ignore_idx={cfg.ignore_idx}."

@@ -118,7 +118,8 @@ class PolicyLoss:
         """Returns the numbers and metrics that the function returned.
 
         Raises:
-            ConfigError: They are something else than `[N]` or a scalar, alone or with a dict.
+            ConfigError: They are something else than `[N]` or a scalar, alone or with a dict; or they are a scalar, and
+                the function does not know the weights of the tokens.
         """
         expected = f"[N]={tuple(log_prob.shape)} or a scalar that already used loss_weights"
         parts = result if isinstance(result, tuple) else (result, {})
@@ -134,6 +135,12 @@ class PolicyLoss:
             )
         if values.shape not in ((), log_prob.shape):
             raise ConfigError(f"policy loss {self.name!r} returned shape {tuple(values.shape)}, expected {expected}.")
+        if values.shape == () and "loss_weights" not in self.needs:
+            raise ConfigError(
+                f"policy loss {self.name!r} returned a scalar, but never saw the weights of the tokens: the loss of a "
+                f"step would depend on how it is cut into micro-batches. Return a number for each token, "
+                f"{tuple(log_prob.shape)}, or take the argument loss_weights and return (loss_weights * numbers).sum()."
+            )
         return values, require_metrics(f"policy loss {self.name!r}", metrics)
 
 

@@ -105,6 +105,8 @@ class Run:
             self._log() as log,
             StopRequest(lambda: log.say("stopping after this step; press Ctrl-C again to stop at once")) as stop,
         ):
+            if saved is not None:
+                log.say(f"going on with {self.output} after step {self.report.step}")
             self.report.finished = self._run_phases(log, stop, saved)
         if is_main():
             (self.output / REPORT_FILE).write_text(json.dumps(asdict(self.report), indent=2))
@@ -233,7 +235,7 @@ class Run:
 
     def _read(self) -> dict[str, Any]:
         facts = self.checkpoints.facts()
-        _check_same(facts["config"], self._config())
+        _check_same(self.output, facts["config"], self._config())
         self.report = Report(**{**facts["report"], "output": str(self.output)})
         return facts
 
@@ -256,7 +258,7 @@ def _seed_everything(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuses to resume under another config: the steps to come would not be those of the run."""
     old, new = dict(_flat(before)), dict(_flat(now))
     changed = [
@@ -266,8 +268,8 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"--resume: the config differs from the checkpoint's: {'; '.join(changed[:3])}. "
-            "Take the same values, or start another run with --output."
+            f"--resume: the config differs from that of the run in {folder}: {'; '.join(changed[:3])}. "
+            "Take the same values, name the folder of the run that is meant with --output, or leave out --resume."
         )
 
 
