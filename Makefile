@@ -23,7 +23,7 @@ help:  ## this list
 
 # .complete is written last: an install that was interrupted has none, and starts again from nothing. torch goes first,
 # by its exact version alone, so that pip never weighs other builds of it.
-.venv/.complete: pyproject.toml constraints.txt $(wildcard rlloss/heads/csrc/*.c)
+.venv/.complete: pyproject.toml constraints.txt $(wildcard rlloss/heads/csrc/*.[ch])
 	@if [ ! -e $@ ]; then $(PYTHON3) -m venv --clear .venv; fi
 	@rm -f $@
 	.venv/bin/python -m pip install --disable-pip-version-check -q "$$(grep '^torch==' constraints.txt)"

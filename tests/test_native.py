@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from rlloss import CELossConfig, GRPOLossConfig
 from rlloss.heads import native, passes
@@ -77,14 +78,17 @@ def test_no_digit_depends_on_tiles_threads_or_the_place_of_a_row() -> None:
 
 @pytest.mark.usefixtures("with_native")
 def test_what_is_left_to_torch() -> None:
-    plain = torch.zeros(4, 4)
-    assert native.takes(plain)
-    assert native.takes(plain[1:3])
-    assert not native.takes(plain.double())
-    assert not native.takes(plain[:, :2])
-    assert not native.takes(plain[:1].expand(4, 4))
-    assert not native.takes(torch.nn.Parameter(plain))
-    assert not native.takes(torch.zeros(4, 4, device="meta"))
+    plain, shift = torch.zeros(4, 4), torch.zeros(4)
+    assert native.takes(plain, shift)
+    assert native.takes(plain[1:3], shift)
+    assert not native.takes(plain.double(), shift)
+    assert not native.takes(plain[:, :2], shift)
+    assert not native.takes(plain[:1].expand(4, 4), shift)
+    assert not native.takes(torch.nn.Parameter(plain), shift)
+    assert not native.takes(torch.zeros(4, 4, device="meta"), shift)
+    assert not native.takes(plain, TwoTensor(shift, shift))
+    assert not native.takes(plain, shift.double())
+    assert not native.takes(plain, shift.to("meta"))
 
 
 def test_a_foreign_or_older_library_is_not_used(tmp_path: Path, built: Any, monkeypatch: pytest.MonkeyPatch) -> None:

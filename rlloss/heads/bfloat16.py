@@ -9,10 +9,20 @@ from rlloss.heads import native
 from rlloss.heads.products import Folded, Products
 
 
-def products_of(weight: Tensor, dtype: torch.dtype, exact_logits: bool) -> Products:
-    """Chooses the products for a head weight `[V, H]`, by its device and dtype; takes the arguments of `Products`."""
-    plain = type(weight) is Tensor and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    if plain and weight.is_contiguous() and weight.shape[1] % 2 == 0 and native.multiplies_bfloat16():
+def products_of(
+    weight: Tensor, dtype: torch.dtype, exact_logits: bool, hidden: Tensor, bias: Tensor | None
+) -> Products:
+    """Chooses the products for a head weight `[V, H]`.
+
+    Args:
+        weight: As for `Products`.
+        dtype: The same.
+        exact_logits: The same.
+        hidden: What it will be multiplied with.
+        bias: What will be added.
+    """
+    fits = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % 2 == 0
+    if fits and native.all_plain(weight, hidden, bias) and native.multiplies_bfloat16():
         return BFloat16Products(weight, dtype, exact_logits)
     return Products(weight, dtype, exact_logits)
 
@@ -20,9 +30,11 @@ def products_of(weight: Tensor, dtype: torch.dtype, exact_logits: bool) -> Produ
 class BFloat16Products(Products):
     """Multiplies bfloat16 operands into float32 sums, several times as fast as float32 ones.
 
-    Numbers of the chunk are rounded to bfloat16 for hidden gradients, which are rounded to it themselves; only the
-    label's, the largest of a row, keeps its digits. For the weight gradient they are two bfloat16 numbers each, which
-    hold 16 bits: its sum runs over tokens and micro-batches, and is to be no worse than its own last rounding.
+    Exponentials are rounded to bfloat16 for hidden gradients, which are rounded to it themselves. Their sum over the
+    words of a row, its label aside, is kept (`scale`): else what words have in common, which cancels with the label's
+    part, would leave an error. Derivatives in the chunk (entropies, soft caps, teachers) have both signs, and are two
+    bfloat16 numbers each, which hold 16 bits. So are all numbers for the weight gradient: its sum runs over tokens and
+    micro-batches, and is to be no worse than its own last rounding.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, exact_logits: bool) -> None:
@@ -30,10 +42,11 @@ class BFloat16Products(Products):
         self.converts = False
         self.operand_dtype = weight.dtype
         self._work = weight.new_empty(0, dtype=torch.int32)
+        self._sums: Tensor | None = None
 
     @property
-    def labels_apart(self) -> bool:
-        """The labels' numbers stand in the chunk; `lost` says what they lose."""
+    def weight_apart(self) -> bool:
+        """The labels' numbers are in the chunk when it is multiplied with hidden states."""
         return False
 
     def numbers(self, chunk: Tensor) -> Tensor:
@@ -46,13 +59,18 @@ class BFloat16Products(Products):
         place = None if part is None else part.data_ptr()
         self._call("project", words, hidden.contiguous(), out, place, int(self.rounds))
 
-    def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
+    def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool, positive: bool) -> None:
         """Adds `numbers^T W[words]` to `out` `[C, H]`, or writes it when it is the first."""
-        self._call("add_hidden", words, None, numbers, out.data_ptr(), int(first))
+        sums = numbers.new_zeros(2, numbers.shape[1]) if first or self._sums is None else self._sums
+        self._call("add_hidden", words, None, numbers, out.data_ptr(), sums.data_ptr(), int(first), int(not positive))
+        self._sums = sums if positive else None
 
-    def lost(self, labels: Tensor) -> Tensor:
-        """Returns what rounding takes from the labels' numbers `[C]`."""
-        return labels - labels.to(self.operand_dtype)
+    def scale(self) -> Tensor | None:
+        """Returns the sum of each row before rounding over that after it `[C]`, or `None`: 1."""
+        if self._sums is None:
+            return None
+        kept, lost = self._sums
+        return torch.where(kept > 0, 1.0 + lost / kept, 1.0)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> Folded:
         """Returns hidden rows as they are, and their factors, by which numbers of the chunk are multiplied instead."""

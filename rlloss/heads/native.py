@@ -10,7 +10,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-_VERSION = 2
+_VERSION = 3
 
 
 class Head(ctypes.Structure):
@@ -34,10 +34,15 @@ def compiled() -> bool:
     return library() is not None
 
 
-def takes(logits: Tensor) -> bool:
-    """Whether the compiled part is there, and this is a block of float32 memory that no subclass is to see."""
-    plain = type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
+def takes(logits: Tensor, shift: Tensor) -> bool:
+    """Whether the compiled part is there, and these are float32 memory, the logits in one block."""
+    plain = all_plain(logits, shift) and logits.dtype == shift.dtype == torch.float32
     return plain and logits.is_contiguous() and compiled()
+
+
+def all_plain(*tensors: Tensor | None) -> bool:
+    """Whether all tensors are in the memory of the CPU, and none is of a subclass, which is to see what happens."""
+    return all(part is None or (type(part) is Tensor and part.device.type == "cpu") for part in tensors)
 
 
 def exp_sums(logits: Tensor, shift: Tensor, sums: Tensor, weighted: Tensor | None, strip: int, keep: bool) -> None:
@@ -89,7 +94,7 @@ def load(path: str) -> ctypes.CDLL | None:
         found.rlloss_bf16_workspace.argtypes, found.rlloss_bf16_workspace.restype = [head], size
         found.rlloss_bf16_project.argtypes = [head, place, number]
         found.rlloss_bf16_add_weight.argtypes = [head, place, place, number]
-        found.rlloss_bf16_add_hidden.argtypes = [head, place, number]
+        found.rlloss_bf16_add_hidden.argtypes = [head, place, place, number, number]
         for function in (found.rlloss_bf16_project, found.rlloss_bf16_add_weight, found.rlloss_bf16_add_hidden):
             function.restype = None
     return found

@@ -33,7 +33,7 @@ def exponentiate(logits: Tensor, shift: Tensor, keep: bool) -> Tensor:
     Returns:
         Sums of `E` over each strip of words, `[strips, C]`.
     """
-    if not native.takes(logits):
+    if not native.takes(logits, shift):
         pieces = _pieces(logits) if logits.device.type == "cpu" else (logits,)
         return torch.cat([_strip_sums(_shifted(piece, shift).exp_()) for piece in pieces])
     sums = logits.new_empty(_strips(logits), logits.shape[1])
@@ -47,7 +47,7 @@ def exponentiate_with_entropy(logits: Tensor, shift: Tensor, keep: bool) -> tupl
     Returns:
         Sums of `E` and of `E q` over each strip of words, `[strips, C]` each.
     """
-    if not native.takes(logits):
+    if not native.takes(logits, shift):
         pairs = [_entropy_sums(_shifted(piece, shift).clamp_(min=LOG_FLOOR)) for piece in _pieces(logits)]
         return torch.cat([sums for sums, _ in pairs]), torch.cat([weighted for _, weighted in pairs])
     sums = logits.new_empty(2, _strips(logits), logits.shape[1])

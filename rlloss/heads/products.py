@@ -12,6 +12,9 @@ from rlloss.heads.memory import large_empty
 SMALL_HEAD = 1 << 14
 """Numbers of a weight gradient up to which it is summed over the tokens of a chunk in float64."""
 
+SMALL_PIECE = 1 << 18
+"""Numbers of the chunk, or of hidden states, that are float64 at once for that."""
+
 
 class Folded(NamedTuple):
     """Hidden rows times a factor each, less what was divided out: one number of all, or one of each row."""
@@ -45,9 +48,14 @@ class Products:
         self._tile = weight.new_empty(0, dtype=dtype)
 
     @property
-    def labels_apart(self) -> bool:
-        """Whether the labels' numbers stay out of the chunk, since the largest of a row is not rounded to 16 bits."""
+    def hidden_apart(self) -> bool:
+        """Whether the labels' numbers stay out of `add_hidden`: the largest of a row is not rounded to 16 bits."""
         return self.operand_dtype != self.dtype
+
+    @property
+    def weight_apart(self) -> bool:
+        """Whether they stay out of `add_weight`."""
+        return self.hidden_apart
 
     def operand(self, hidden: Tensor) -> Tensor:
         """Returns hidden states in the dtype of the products."""
@@ -79,13 +87,21 @@ class Products:
             if column is not None:
                 out.add_(column)
 
-    def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool) -> None:
-        """Adds `numbers^T W[words]` to `out` `[C, H]`, or writes it when it is the first."""
+    def add_hidden(self, numbers: Tensor, words: slice, out: Tensor, first: bool, positive: bool) -> None:
+        """Adds `numbers^T W[words]` to `out` `[C, H]`, or writes it when it is the first.
+
+        Args:
+            numbers: `[words, C]`.
+            words: Which they are.
+            out: Hidden gradients so far.
+            first: Whether there are none yet.
+            positive: Whether no number is negative.
+        """
         self._accumulate(numbers.T, self._weight(words), out, first)
 
-    def lost(self, labels: Tensor) -> Tensor | None:
-        """Returns what `add_hidden` leaves out of the labels' numbers `[C]`, or `None`: nothing."""
-        return labels if self.labels_apart else None
+    def scale(self) -> Tensor | None:
+        """Returns what each row of `add_hidden`'s sums is to be multiplied by `[C]`, or `None`: 1."""
+        return None
 
     def fold(self, hidden: Tensor, factor: Tensor) -> "Folded":
         """Returns `factor * hidden` as an operand; in float16 with its largest number near 1, or it underflows."""
@@ -100,7 +116,10 @@ class Products:
         """Adds `numbers folded` to `out`, the words' rows of the weight gradient."""
         if self.on_cpu and out.numel() <= SMALL_HEAD and out.dtype == torch.float32:
             # MKL sums a product of few rows or columns term by term on some processors: a million terms lose 3 digits.
-            product = torch.mm(numbers.double(), folded.rows.double())
+            product = torch.zeros_like(out, dtype=torch.float64)
+            step = max(SMALL_PIECE // max(out.shape), 1)
+            for columns, rows in zip(torch.split(numbers, step, dim=1), torch.split(folded.rows, step), strict=True):
+                product.addmm_(columns.double(), rows.double())
             out.copy_(product) if first else out.add_(product)
         else:
             self._accumulate(numbers, folded.rows, out, first, folded.unit)

@@ -44,7 +44,7 @@ class Sweep:
         bias = None if inputs.bias is None else inputs.bias.detach().to(self.dtype)
         self.transform = Transform(bias, options.logit_scale, options.logit_softcap)
         self.wants_gradients = any(wanted)
-        self.products = products_of(weight, self.dtype, options.float32_logits)
+        self.products = products_of(weight, self.dtype, options.float32_logits, self.hidden, bias)
         vocabulary = weight.shape[0]
         # Ranks of one vocabulary must walk over the same chunks, also where one holds a word more than another.
         whole = vocabulary if inputs.vocab is None else inputs.vocab.total
@@ -122,7 +122,7 @@ class Sweep:
         if grads.entropy is None and grads.extra is None and self.transform.softcap is None:
             # The whole row shares one factor: fold it into the narrow operands, leave the wide matrix as it is.
             factor = grads.log_prob / stats.total * self.transform.slope(stats.q_label, stats.shift, temperature)
-            target = -stats.rest
+            target, positive = -stats.rest, True
         else:
             grads = grads.split_extra(labels, self._extra_ids(rows))
             factor = torch.ones_like(grads.log_prob)
@@ -132,7 +132,8 @@ class Sweep:
                 grads = grads.over(factor)
             self._write_gradient(rows, stats, grads)
             target = -label_gradient(stats, grads) * self.transform.slope(stats.q_label, stats.shift, temperature)
-        self._accumulate(rows, factor, labels, target)
+            positive = False
+        self._accumulate(rows, factor, labels, target, positive)
 
     def _write_gradient(self, rows: Rows, stats: RowStats, grads: RowGradients) -> None:
         temperature, extra_ids = self._temperature(rows), self._extra_ids(rows)
@@ -154,10 +155,18 @@ class Sweep:
             slope = self.transform.slope(numbers.clamp(min=tiny).log_(), stats.shift, temperature)
         off_label_gradient_(numbers, stats, grads).mul_(slope)
 
-    def _accumulate(self, rows: Rows, factor: Tensor, labels: Tensor, target: Tensor) -> None:
-        """Adds `-factor` times the chunk, with `target` at the labels, times W or h."""
+    def _accumulate(self, rows: Rows, factor: Tensor, labels: Tensor, target: Tensor, positive: bool) -> None:
+        """Adds `-factor` times the chunk, with `target` at the labels, times W or h.
+
+        Args:
+            rows: Rows of the batch.
+            factor: `[C]`.
+            labels: `[C]`.
+            target: `[C]`.
+            positive: Whether no number of the chunk, labels aside, is negative.
+        """
         products = self.products
-        if not products.labels_apart:
+        if not products.hidden_apart:
             self.logits.put_words(labels[:, None], target[:, None])
         hidden = self._hidden(rows)
         folded = products.fold(hidden, -factor)
@@ -167,19 +176,23 @@ class Sweep:
         for piece in self.logits.pieces(factor.shape[0], whole=not products.converts):
             words, numbers = slice(piece.start, piece.stop), products.numbers(piece.numbers)
             if gradient is not None:
-                products.add_hidden(numbers, words, gradient, piece.start == 0)
+                products.add_hidden(numbers, words, gradient, piece.start == 0, positive)
+            if products.hidden_apart and not products.weight_apart:
+                self.logits.put_words(labels[:, None], target[:, None])
             if self.grad_weight is not None:
                 products.add_weight(numbers, folded, self.grad_weight[words], first)
             if self.grad_bias is not None:
                 self.grad_bias[words].addmv_(piece.numbers, -factor)
         self._untouched = False
-        if products.labels_apart:
+        if products.weight_apart:
             self._add_labels(hidden, labels, -factor * target)
         if gradient is not None:
-            lost = products.lost(target)
-            if lost is not None:
-                own, lost = self._own(labels, lost)
-                gradient.addcmul_(products.weight.index_select(0, own).to(self.dtype), lost[:, None])
+            scale = products.scale()
+            if scale is not None:
+                factor, target = factor * scale, target / scale
+            if products.hidden_apart:
+                own, part = self._own(labels, target)
+                gradient.addcmul_(products.weight.index_select(0, own).to(self.dtype), part[:, None])
             self._store_hidden(rows, gradient, -factor[:, None])
 
     def _add_labels(self, hidden: Tensor, labels: Tensor, part: Tensor) -> None:

@@ -34,7 +34,7 @@ class TensorBoardLogger:
         events = folder / "tensorboard"
         if done == 0:
             # Files of one second are read in the order of their names, where .10 comes before .9: hiding is not enough.
-            for stale in events.glob("events.out.tfevents.*"):
+            for stale in filter(Path.is_file, events.glob("events.out.tfevents.*")):
                 stale.unlink()
         self._events = writer(str(events), purge_step=done + 1 if done else None)
 

@@ -6,7 +6,9 @@ import argparse
 import io
 import json
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,7 @@ def test_the_command_says_how_to_resume(
     with monkeypatch.context() as patch:
         kill_at(patch, ("grpo", 1), lambda: os.kill(os.getpid(), signal.SIGINT))
         assert main(arguments) == 130
-    said = capsys.readouterr().out
+    said = capsys.readouterr().out.replace(f"{sys.executable} -m rlloss", "rlloss")
     command = next(line.strip() for line in said.splitlines() if line.strip().startswith("rlloss train"))
     assert main(command.split()[1:]) == 0
     assert "after GRPO" in capsys.readouterr().out
@@ -138,6 +140,7 @@ def test_a_run_on_several_ranks_resumes_on_several(
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     options = argparse.Namespace(config="c.py", set=["seed=3"])
     assert resume_command(options, Path("runs/c")) == f"{words} c.py --set seed=3 --output runs/c --resume"
 

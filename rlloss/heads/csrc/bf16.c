@@ -1,12 +1,12 @@
 /* The three products of a head out of bfloat16 matrices, with float32 sums, for processors that multiply pairs of
  * bfloat16 numbers (AVX512-BF16). torch's products on a CPU round their sums to bfloat16.
  *
- * A pair is two numbers that follow each other along the sum, in 32 bits. The right operand is packed to panels of 64
- * columns, [pairs][64]; the left one is read as it lies, by two strides. Each sum runs in one order: neither threads nor
- * the place of a row change a digit. bfloat16.py says what the products are for.
+ * Each sum runs in one order: neither threads nor the place of a row change a digit. bfloat16.py says what the products
+ * are for.
  */
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* A head and one chunk; native.py has the same record. */
 typedef struct {
@@ -19,165 +19,15 @@ typedef struct {
 } head;
 
 #if defined(__x86_64__) && defined(__GNUC__) && (__GNUC__ >= 11 || defined(__clang__))
-#include <immintrin.h>
 #include <omp.h>
 
-#define WITH_PAIRS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
-#define ALWAYS_INLINE static inline __attribute__((always_inline)) WITH_PAIRS
+#include "bf16_blocks.h"
 
-/* Rows and vectors of columns whose sums are held in registers. */
-#define ROWS 6
-#define VECTORS 4
-#define LANES 16
-#define PANEL (VECTORS * LANES)
-
-/* Pairs that are summed up at once: those of a panel stay in the first cache. */
-#define DEPTH 128
-
-/* Rows of the left operand that a thread takes at once: they stay in the second cache. */
-#define BAND 96
+/* Pairs of words whose numbers are summed up first, by one thread: the sums are the same for any number of them. */
+#define GROUP 8
 
 /* Below this many numbers of a chunk threads cost more than they bring. */
 #define SERIAL 32768
-
-/* The left operand: pairs, and perhaps what rounding took from them, at `row * i + pair * k`. */
-typedef struct {
-    const uint32_t *pairs, *rest;
-    size_t row, pair;
-} operand;
-
-/* Sums [rows, columns] to write or, unless they are the first, to add to. */
-typedef struct {
-    float *numbers;
-    size_t stride, columns;
-    int first;
-} result;
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-static size_t panels(size_t columns) { return (columns + PANEL - 1) / PANEL; }
-
-ALWAYS_INLINE __mmask16 mask_of(size_t count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
-
-/* Multiplies a few rows with a panel. */
-ALWAYS_INLINE void multiply_rows(const size_t rows, operand left, const uint32_t *panel, size_t pairs, result to) {
-    __m512 sums[ROWS][VECTORS];
-    __mmask16 mask[VECTORS];
-#pragma GCC unroll 4
-    for (size_t v = 0; v < VECTORS; v++) mask[v] = to.columns > v * LANES ? mask_of(to.columns - v * LANES) : 0;
-#pragma GCC unroll 6
-    for (size_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (size_t v = 0; v < VECTORS; v++) sums[i][v] = _mm512_setzero_ps();
-    for (size_t k = 0; k < pairs; k++) {
-        __m512bh right[VECTORS];
-#pragma GCC unroll 4
-        for (size_t v = 0; v < VECTORS; v++)
-            right[v] = (__m512bh)_mm512_loadu_si512(panel + k * PANEL + v * LANES);
-#pragma GCC unroll 6
-        for (size_t i = 0; i < rows; i++) {
-            const size_t at = i * left.row + k * left.pair;
-            const __m512bh pair = (__m512bh)_mm512_set1_epi32((int)left.pairs[at]);
-#pragma GCC unroll 4
-            for (size_t v = 0; v < VECTORS; v++) sums[i][v] = _mm512_dpbf16_ps(sums[i][v], pair, right[v]);
-            if (left.rest) {
-                const __m512bh rest = (__m512bh)_mm512_set1_epi32((int)left.rest[at]);
-#pragma GCC unroll 4
-                for (size_t v = 0; v < VECTORS; v++) sums[i][v] = _mm512_dpbf16_ps(sums[i][v], rest, right[v]);
-            }
-        }
-    }
-#pragma GCC unroll 6
-    for (size_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (size_t v = 0; v < VECTORS; v++) {
-            float *at = to.numbers + i * to.stride + v * LANES;
-            /* Added at last: a long sum that begins with a large number loses the digits of small ones. */
-            if (!to.first) sums[i][v] = _mm512_add_ps(sums[i][v], _mm512_maskz_loadu_ps(mask[v], at));
-            _mm512_mask_storeu_ps(at, mask[v], sums[i][v]);
-        }
-}
-
-/* Multiplies a band of rows with a panel. */
-ALWAYS_INLINE void multiply_band(size_t rows, operand left, const uint32_t *panel, size_t pairs, result to) {
-    size_t i = 0;
-    for (; i + ROWS <= rows; i += ROWS) {
-        multiply_rows(ROWS, left, panel, pairs, to);
-        left.pairs += ROWS * left.row;
-        if (left.rest) left.rest += ROWS * left.row;
-        to.numbers += ROWS * to.stride;
-    }
-    switch (rows - i) {
-    case 5: multiply_rows(5, left, panel, pairs, to); break;
-    case 4: multiply_rows(4, left, panel, pairs, to); break;
-    case 3: multiply_rows(3, left, panel, pairs, to); break;
-    case 2: multiply_rows(2, left, panel, pairs, to); break;
-    case 1: multiply_rows(1, left, panel, pairs, to); break;
-    default: break;
-    }
-}
-
-WITH_PAIRS static void multiply(size_t rows, operand left, const uint32_t *panel, size_t pairs, result to) {
-    if (left.rest) multiply_band(rows, left, panel, pairs, to);
-    else multiply_band(rows, (operand){left.pairs, NULL, left.row, left.pair}, panel, pairs, to);
-}
-
-/* Packs two rows `[columns]` that follow each other along the sum, the second perhaps NULL, into one row of panels
- * that hold `depth` pairs each. */
-ALWAYS_INLINE void pack_rows(const uint16_t *even, const uint16_t *odd, size_t columns, uint32_t *to, size_t depth) {
-    for (size_t c = 0; c < panels(columns) * PANEL; c += LANES) {
-        const __mmask16 mask = columns > c ? mask_of(columns - c) : 0;
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + c));
-        const __m512i high = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + c)) : _mm512_setzero_si512();
-        const __m512i pairs = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-        _mm512_storeu_si512(to + c / PANEL * depth * PANEL + c % PANEL, pairs);
-    }
-}
-
-/* Packs rows [columns, 2 * pairs], whose own numbers follow each other along the sum, to one panel. */
-static void pack_transposed(const uint32_t *rows, size_t columns, size_t pairs, uint32_t *to) {
-    for (size_t k = 0; k < pairs; k++)
-        for (size_t c = 0; c < PANEL; c++) to[k * PANEL + c] = c < columns ? rows[c * pairs + k] : 0;
-}
-
-ALWAYS_INLINE __m512i rounded(__m512 numbers) {
-    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(numbers));
-}
-
-/* Splits factor * row into its bfloat16 numbers and those of what rounding took; both as long as whole vectors. */
-ALWAYS_INLINE void split_row(const float *row, const float *factor, size_t count, uint16_t *high, uint16_t *low) {
-    for (size_t c = 0; c < count; c += LANES) {
-        const __mmask16 mask = mask_of(count - c);
-        const __m512 whole = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, row + c), _mm512_maskz_loadu_ps(mask, factor + c));
-        const __m512i kept = rounded(whole);
-        const __m512 rest = _mm512_sub_ps(whole, _mm512_castsi512_ps(_mm512_slli_epi32(kept, 16)));
-        _mm256_storeu_si256((__m256i *)(high + c), _mm512_cvtepi32_epi16(kept));
-        _mm256_storeu_si256((__m256i *)(low + c), (__m256i)_mm512_cvtneps_pbh(rest));
-    }
-}
-
-/* Rounds two rows, the second perhaps NULL, and joins them to pairs. */
-ALWAYS_INLINE void join_rows(const float *even, const float *odd, size_t count, uint32_t *to) {
-    for (size_t c = 0; c < count; c += LANES) {
-        const __mmask16 mask = mask_of(count - c);
-        const __m512i low = rounded(_mm512_maskz_loadu_ps(mask, even + c));
-        const __m512i high = odd ? rounded(_mm512_maskz_loadu_ps(mask, odd + c)) : _mm512_setzero_si512();
-        _mm512_mask_storeu_epi32(to + c, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-}
-
-/* Adds a bias to each row, and rounds it to bfloat16. */
-ALWAYS_INLINE void finish(result to, size_t rows, const float *bias, int rounds) {
-    for (size_t i = 0; i < rows; i++)
-        for (size_t c = 0; c < to.columns; c += LANES) {
-            const __mmask16 mask = mask_of(to.columns - c);
-            float *at = to.numbers + i * to.stride + c;
-            __m512 numbers = _mm512_maskz_loadu_ps(mask, at);
-            if (bias) numbers = _mm512_add_ps(numbers, _mm512_set1_ps(bias[i]));
-            if (rounds) numbers = _mm512_castsi512_ps(_mm512_slli_epi32(rounded(numbers), 16));
-            _mm512_mask_storeu_ps(at, mask, numbers);
-        }
-}
 
 int rlloss_bf16_available(void) {
     __builtin_cpu_init();
@@ -188,11 +38,16 @@ int rlloss_bf16_available(void) {
 static size_t padded(size_t rows) { return (rows + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
 static int team(const head *of) { return of->words * of->rows > SERIAL ? of->threads : 1; }
 
+/* Pairs of memory for some words that are packed: of the weight, of the chunk, its rest, two sums of each group. */
+static size_t packed_size(const head *of) {
+    return DEPTH * (panels(of->width) * PANEL + 2 * of->rows) + 2 * DEPTH / GROUP * of->rows;
+}
+
 /* Pairs of memory that each of the products may use. */
 size_t rlloss_bf16_workspace(const head *of) {
     const size_t project = panels(of->rows) * PANEL * (of->width / 2);
     const size_t weight = panels(of->width) * PANEL * ((of->rows + 1) / 2) + (size_t)of->threads * BAND * padded(of->rows);
-    const size_t hidden = 2 * DEPTH * (panels(of->width) * PANEL + of->rows);
+    const size_t hidden = 2 * packed_size(of);
     return larger(project, larger(weight, hidden));
 }
 
@@ -259,37 +114,58 @@ void rlloss_bf16_add_weight(const head *of, const float *factor, float *out, int
     }
 }
 
-/* Packs two words, the weight's as the right operand and the chunk's as the left one. */
-WITH_PAIRS static void pack_words(const head *of, size_t word, uint32_t *right, uint32_t *left) {
-    const int both = word + 1 < of->words;
-    const uint16_t *row = of->weight + word * of->width;
-    const float *numbers = of->chunk + word * of->stride;
-    pack_rows(row, both ? row + of->width : NULL, of->width, right, DEPTH);
-    join_rows(numbers, both ? numbers + of->stride : NULL, of->rows, left);
-}
+/* Some words that are packed, the weight's as the right operand and the chunk's as the left one. */
+typedef struct {
+    uint32_t *right, *left, *rest;
+    float *sums; /* [groups, 2, rows], of the rounded numbers of each group, and of what rounding took */
+    size_t word, pairs;
+} packed;
 
-WITH_PAIRS static void hidden_band(const head *of, size_t row, const uint32_t *right, const uint32_t *left, size_t pairs,
-                                   result out) {
-    const operand part = {left + row, NULL, 1, of->rows};
-    for (size_t h = 0; h < of->width; h += PANEL) {
-        const result to = {out.numbers + row * of->width + h, of->width, smaller(of->width - h, PANEL), out.first};
-        multiply(smaller(of->rows - row, BAND / 2), part, right + h * DEPTH, pairs, to);
+/* Packs the words of a group that begins with the pair k. */
+WITH_PAIRS static void pack_group(const head *of, packed to, size_t k) {
+    const size_t rows = of->rows;
+    float *sums = to.sums + k / GROUP * 2 * rows;
+    memset(sums, 0, 2 * rows * sizeof *sums);
+    for (const size_t end = smaller(k + GROUP, to.pairs); k < end; k++) {
+        const size_t word = to.word + 2 * k;
+        const int both = word + 1 < of->words;
+        const uint16_t *row = of->weight + word * of->width;
+        const float *numbers = of->chunk + word * of->stride;
+        pack_rows(row, both ? row + of->width : NULL, of->width, to.right + k * PANEL, DEPTH);
+        const joined left = {to.left + k * rows, to.rest ? to.rest + k * rows : NULL, sums, sums + rows};
+        join_rows(numbers, both ? numbers + of->stride : NULL, rows, left);
     }
 }
 
-/* Writes out = chunk^T weight, [rows, width], or adds it; numbers of the chunk are rounded. */
-void rlloss_bf16_add_hidden(const head *of, float *out, int first) {
-    const size_t columns = panels(of->width) * PANEL, size = DEPTH * (columns + of->rows);
+WITH_PAIRS static void hidden_band(const head *of, size_t row, packed from, result out, float *sums) {
+    const operand part = {from.left + row, from.rest ? from.rest + row : NULL, 1, of->rows};
+    const size_t rows = smaller(of->rows - row, BAND / 2);
+    for (size_t h = 0; h < of->width; h += PANEL) {
+        const result to = {out.numbers + row * of->width + h, of->width, smaller(of->width - h, PANEL), out.first};
+        multiply(rows, part, from.right + h * DEPTH, from.pairs, to);
+    }
+    for (size_t group = 0; group * GROUP < from.pairs; group++)
+        for (size_t which = 0; which < 2; which++)
+            for (size_t i = row; i < row + rows; i++)
+                sums[which * of->rows + i] += from.sums[(2 * group + which) * of->rows + i];
+}
+
+/* Writes out = chunk^T weight, [rows, width], or adds it. Numbers of the chunk are rounded, or keep 16 bits; `sums`
+ * [2, rows] grow by the rounded numbers of all words, and by what rounding took from them. */
+void rlloss_bf16_add_hidden(const head *of, float *out, float *sums, int first, int both) {
+    const size_t columns = panels(of->width) * PANEL;
 #pragma omp parallel num_threads(team(of))
     for (size_t word = 0, turn = 0; word < of->words; word += 2 * DEPTH, turn ^= 1) {
-        const size_t pairs = (smaller(of->words - word, 2 * DEPTH) + 1) / 2;
         const result to = {out, of->width, of->width, first && word == 0};
         /* Two turns of memory: a thread may pack the next words while another still multiplies these. */
-        uint32_t *right = of->work + turn * size, *left = right + DEPTH * columns;
+        uint32_t *right = of->work + turn * packed_size(of), *left = right + DEPTH * columns;
+        uint32_t *rest = left + DEPTH * of->rows, *groups = rest + DEPTH * of->rows;
+        const size_t pairs = (smaller(of->words - word, 2 * DEPTH) + 1) / 2;
+        const packed words = {right, left, both ? rest : NULL, (float *)groups, word, pairs};
 #pragma omp for
-        for (size_t k = 0; k < pairs; k++) pack_words(of, word + 2 * k, right + k * PANEL, left + k * of->rows);
+        for (size_t k = 0; k < pairs; k += GROUP) pack_group(of, words, k);
 #pragma omp for nowait
-        for (size_t row = 0; row < of->rows; row += BAND / 2) hidden_band(of, row, right, left, pairs, to);
+        for (size_t row = 0; row < of->rows; row += BAND / 2) hidden_band(of, row, words, to, sums);
     }
 }
 
