@@ -6,7 +6,6 @@
  */
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 /* A head and one chunk; native.py has the same record. */
 typedef struct {
@@ -123,17 +122,13 @@ typedef struct {
 
 /* Packs the words of a group that begins with the pair k. */
 WITH_PAIRS static void pack_group(const head *of, packed to, size_t k) {
-    const size_t rows = of->rows;
+    const size_t rows = of->rows, word = to.word + 2 * k, words = smaller(of->words - word, 2 * GROUP);
     float *sums = to.sums + k / GROUP * 2 * rows;
-    memset(sums, 0, 2 * rows * sizeof *sums);
-    for (const size_t end = smaller(k + GROUP, to.pairs); k < end; k++) {
-        const size_t word = to.word + 2 * k;
-        const int both = word + 1 < of->words;
-        const uint16_t *row = of->weight + word * of->width;
-        const float *numbers = of->chunk + word * of->stride;
-        pack_rows(row, both ? row + of->width : NULL, of->width, to.right + k * PANEL, DEPTH);
-        const joined left = {to.left + k * rows, to.rest ? to.rest + k * rows : NULL, sums, sums + rows};
-        join_rows(numbers, both ? numbers + of->stride : NULL, rows, left);
+    const joined left = {to.left + k * rows, to.rest ? to.rest + k * rows : NULL, sums, sums + rows};
+    join_rows(of->chunk + word * of->stride, of->stride, words, rows, left);
+    for (size_t i = 0; i < words; i += 2) {
+        const uint16_t *row = of->weight + (word + i) * of->width;
+        pack_rows(row, i + 1 < words ? row + of->width : NULL, of->width, to.right + (k + i / 2) * PANEL, DEPTH);
     }
 }
 

@@ -50,7 +50,10 @@ ALWAYS_INLINE void multiply_rows(const size_t rows, operand left, const uint32_t
 #pragma GCC unroll 6
     for (size_t i = 0; i < rows; i++)
 #pragma GCC unroll 4
-        for (size_t v = 0; v < VECTORS; v++) sums[i][v] = _mm512_setzero_ps();
+        for (size_t v = 0; v < VECTORS; v++) {
+            sums[i][v] = _mm512_setzero_ps();
+            if (!to.first) _mm_prefetch((const char *)(to.numbers + i * to.stride + v * LANES), _MM_HINT_T0);
+        }
     for (size_t k = 0; k < pairs; k++) {
         __m512bh right[VECTORS];
 #pragma GCC unroll 4
@@ -140,29 +143,34 @@ ALWAYS_INLINE void split_row(const float *row, const float *factor, size_t count
     }
 }
 
-/* Where two rows that are joined to pairs go. */
+/* Where rows that are joined to pairs go, [pairs, count] and [count]. */
 typedef struct {
     uint32_t *pairs, *rest; /* rounded, and perhaps what rounding took */
-    float *kept, *lost;     /* grow by the rounded numbers, and by what rounding took */
+    float *kept, *lost;     /* sums of the rounded numbers, and of what rounding took */
 } joined;
 
-/* Rounds two rows, the second perhaps NULL, and joins them to pairs. */
-ALWAYS_INLINE void join_rows(const float *even, const float *odd, size_t count, joined to) {
+/* Rounds rows, and joins each two that follow each other to pairs; after an odd number of them come zeros. */
+ALWAYS_INLINE void join_rows(const float *numbers, size_t stride, size_t rows, size_t count, joined to) {
     for (size_t c = 0; c < count; c += LANES) {
         const __mmask16 mask = mask_of(count - c);
-        const __m512 first = _mm512_maskz_loadu_ps(mask, even + c);
-        const __m512 second = odd ? _mm512_maskz_loadu_ps(mask, odd + c) : _mm512_setzero_ps();
-        const __m512i low = rounded(first), high = rounded(second);
-        const __m512 kept = _mm512_add_ps(widened(low), widened(high));
-        const __m512 less = _mm512_sub_ps(first, widened(low)), less_too = _mm512_sub_ps(second, widened(high));
-        _mm512_mask_storeu_epi32(to.pairs + c, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        if (to.rest) {
-            const __m512i rest = _mm512_or_si512(rounded(less), _mm512_slli_epi32(rounded(less_too), 16));
-            _mm512_mask_storeu_epi32(to.rest + c, mask, rest);
+        __m512 kept = _mm512_setzero_ps(), lost = kept;
+        for (size_t row = 0; row < rows; row += 2) {
+            const float *at = numbers + row * stride + c;
+            const __m512 even = _mm512_maskz_loadu_ps(mask, at);
+            const __m512 odd = row + 1 < rows ? _mm512_maskz_loadu_ps(mask, at + stride) : _mm512_setzero_ps();
+            const __m512i low = rounded(even), high = rounded(odd);
+            const __m512 less = _mm512_sub_ps(even, widened(low)), less_too = _mm512_sub_ps(odd, widened(high));
+            const size_t place = row / 2 * count + c;
+            _mm512_mask_storeu_epi32(to.pairs + place, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            if (to.rest) {
+                const __m512i rest = _mm512_or_si512(rounded(less), _mm512_slli_epi32(rounded(less_too), 16));
+                _mm512_mask_storeu_epi32(to.rest + place, mask, rest);
+            }
+            kept = _mm512_add_ps(kept, _mm512_add_ps(widened(low), widened(high)));
+            lost = _mm512_add_ps(lost, _mm512_add_ps(less, less_too));
         }
-        const __m512 lost = _mm512_add_ps(less, less_too);
-        _mm512_mask_storeu_ps(to.kept + c, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to.kept + c), kept));
-        _mm512_mask_storeu_ps(to.lost + c, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to.lost + c), lost));
+        _mm512_mask_storeu_ps(to.kept + c, mask, kept);
+        _mm512_mask_storeu_ps(to.lost + c, mask, lost);
     }
 }
 
