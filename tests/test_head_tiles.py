@@ -169,3 +169,17 @@ def test_words_that_stand_in_no_tile_are_zero() -> None:
     places = WordPlaces(ids, tiles=2, width=3, present=present)
     found = places.gather([chunk[3 * tile : 3 * tile + 3].reshape(-1)[places.of(tile)] for tile in range(2)])
     assert found.tolist() == [float(chunk[0, 0]), 0.0, *chunk[[5, 3], 1].tolist(), 0.0, float(chunk[4, 2])]
+
+
+@pytest.mark.parametrize("piece", [1, 50, 1 << 18])
+def test_the_gradient_of_a_small_head_in_pieces_of_rows(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlloss.heads.products.SMALL_PIECE", piece)
+    make = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(1, 90, 3, generator=make), torch.randn(7, 3, generator=make).requires_grad_()
+    labels = torch.randint(0, 7, (1, 90), generator=make)
+    config = CELossConfig(mode="chunk", chunk_size=40)
+    (context,) = config.loss_ctx_cls.build_batches([config.build({"shifted_labels": labels})])
+    (found,) = torch.autograd.grad(context.forward(hidden, weight).loss, weight)
+    exact = weight.detach().double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy((hidden.double() @ exact.T)[0], labels[0])
+    torch.testing.assert_close(found.double(), *torch.autograd.grad(loss, exact), rtol=1e-5, atol=1e-8)
