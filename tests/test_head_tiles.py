@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlloss import CELossConfig
 from rlloss.heads import HeadInputs, HeadOptions, Objective, TokenStats, buffer, run_head, token_stats
 from rlloss.heads.products import Products
 from rlloss.heads.softmax import Transform
