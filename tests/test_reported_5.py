@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 
 from rlloss import CELossConfig, GRPOLossConfig, register_policy_loss
 from rlloss.cli import main
+from rlloss.compat.names import TRL_LOSS_TYPES, VERL_LOSS_AGG_MODES
 from rlloss.config_file import load_config
 from rlloss.doctor import Finding, ignored_sequence, sequence
 from rlloss.errors import BatchError, ConfigError
 from rlloss.losses.config import StrictModel
+from rlloss.losses.peer_fields import FIELDS, REDUCTIONS
+from rlloss.losses.policy_losses import VanillaConfig
 from rlloss.losses.policy_registry import unregister_policy_loss
 
 
@@ -97,3 +101,11 @@ def test_names_of_verl_and_trl_are_translated(fields: dict[str, Any], hint: str)
     with pytest.raises(ConfigError) as caught:
         GRPOLossConfig(**fields)
     assert hint in str(caught.value)
+
+
+def test_the_translations_are_those_of_compat_and_name_fields_that_exist() -> None:
+    peers = {**TRL_LOSS_TYPES, **VERL_LOSS_AGG_MODES}
+    assert {name: peers[name].reduction for name in REDUCTIONS} == REDUCTIONS
+    known = {*GRPOLossConfig.model_fields, *VanillaConfig.model_fields}
+    for text in FIELDS.values():
+        assert set(re.findall(r"'(\w+)'", text)) <= known
