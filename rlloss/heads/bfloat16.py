@@ -15,11 +15,14 @@ def products_of(
     """Chooses the products for a head weight `[V, H]`.
 
     Args:
-        weight: As for `Products`.
-        dtype: The same.
-        exact_logits: The same.
-        hidden: What it will be multiplied with.
-        bias: What will be added.
+        weight: `[V, H]`, without a graph.
+        dtype: float32 or float64, of logits and sums.
+        exact_logits: Form logits in `dtype` even out of 16-bit inputs.
+        hidden: `[N, H]`, what it will be multiplied with; compiled products read its memory.
+        bias: `[V]` or `None`, what will be added; the same.
+
+    Returns:
+        Compiled products where the processor, the dtype and the places of all tensors allow them, else torch's.
     """
     fits = weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % 2 == 0
     if fits and native.all_plain(weight, hidden, bias) and native.multiplies_bfloat16():
@@ -54,7 +57,7 @@ class BFloat16Products(Products):
         return chunk
 
     def project(self, hidden: Tensor, words: slice, out: Tensor, bias: Tensor | None) -> None:
-        """Writes `W[words] hidden^T + bias` to `out`, rounded to bfloat16 unless exact logits are wanted."""
+        """Writes `W[words] hidden^T + bias` to `out` `[words, C]`, rounded to bfloat16 unless they are to be exact."""
         part = None if bias is None else bias[words].contiguous()
         place = None if part is None else part.data_ptr()
         self._call("project", words, hidden.contiguous(), out, place, int(self.rounds))
@@ -73,11 +76,11 @@ class BFloat16Products(Products):
         return torch.where(kept > 0, 1.0 + lost / kept, 1.0)
 
     def fold(self, hidden: Tensor, factor: Tensor) -> Folded:
-        """Returns hidden rows as they are, and their factors, by which numbers of the chunk are multiplied instead."""
+        """Returns hidden rows `[C, H]` as they are, and factors `[C]`, by which the chunk is multiplied instead."""
         return Folded(self.operand(hidden).contiguous(), factor.contiguous())
 
     def add_weight(self, numbers: Tensor, folded: Folded, out: Tensor, first: bool) -> None:
-        """Adds `numbers folded` to `out`, the words' rows of the weight gradient."""
+        """Adds `numbers folded` to `out` `[words, H]`, the words' rows of the weight gradient."""
         assert folded.unit is not None
         words = slice(0, numbers.shape[0])
         self._call("add_weight", words, folded.rows, numbers, folded.unit.data_ptr(), out.data_ptr(), int(first))

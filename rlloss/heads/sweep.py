@@ -178,6 +178,7 @@ class Sweep:
             if gradient is not None:
                 products.add_hidden(numbers, words, gradient, piece.start == 0, positive)
             if products.hidden_apart and not products.weight_apart:
+                # Such products convert nothing on the way, so that this piece is the whole chunk.
                 self.logits.put_words(labels[:, None], target[:, None])
             if self.grad_weight is not None:
                 products.add_weight(numbers, folded, self.grad_weight[words], first)
